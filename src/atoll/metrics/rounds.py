@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import Temporary
+from atoll.core.model import json_decoder
 from atoll.core.rounds import (
     OpenRound,
     ReportedRound,

@@ -22,10 +22,10 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from atoll.agent.metrics import MAX_BATCH, MAX_NAME
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 from atoll.core.escape import escape_control
 from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
+from atoll.core.model import json_decoder
 from atoll.core.rounds import ReportedRound, is_bounded
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training

@@ -23,9 +23,8 @@ from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
 from atoll.core.checks import check_name
 from atoll.core.clock import Now
-from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
-from atoll.core.model import encode, named
+from atoll.core.model import convert, encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.spec import MAX_SPEC_BYTES
 from atoll.metrics.store import MetricStore
