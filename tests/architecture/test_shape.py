@@ -165,7 +165,7 @@ def test_types_are_decoded_by_decoders_that_are_made_in_one_place() -> None:
     """Two threads that make msgspec know a type at the same moment crash the process."""
     wrong = []
     for path in SOURCES:
-        if path.name == "decoders.py":
+        if path.parts[-2:] == ("core", "model.py"):
             continue
         tree = ast.parse(path.read_text())
         inner = {

@@ -11,7 +11,7 @@ import msgspec
 from atoll.controller.reconcile import Reconciler
 from atoll.core.clock import Clock, ClockMark
 from atoll.core.errors import Conflict, NotFound, Temporary
-from atoll.core.executors import absence
+from atoll.core.executors import executor_problem
 from atoll.core.phase import EDGES, Phase
 from atoll.core.plan import STALE_S
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -347,7 +347,7 @@ class Schedule:
         training = self._seen_last
         status = training.status
         assert status.observed_generation == training.generation
-        assert not absence(training), "it answers, and the status says that it does not"
+        assert not executor_problem(training), "it answers, and the status says that it does not"
         if status.phase.is_terminal:
             assert status.is_released
             assert training.deletion_requested_at is None

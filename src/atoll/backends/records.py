@@ -21,8 +21,8 @@ from atoll.agent.records import (
 )
 from atoll.core.attempts import MAX_ATTEMPTS as ATTEMPTS_KEPT
 from atoll.core.attempts import close_attempt
-from atoll.core.gate import may_start
 from atoll.core.reasons import ExitReason
+from atoll.core.spec import may_start
 from atoll.core.status import (
     AttemptStatus,
     DesiredState,

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.errors import AtollError
-from atoll.core.executors import absence
+from atoll.core.executors import executor_problem
 from atoll.core.phase import Phase
 from atoll.core.reasons import PhaseReason
 from atoll.core.status import LogLine, Training
@@ -228,7 +228,7 @@ def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flo
 def is_reachable(training: Training) -> bool:
     """Whether its executor answers, and was asked since the last change of the spec."""
     is_observed = training.status.observed_generation == training.generation
-    return is_observed and not absence(training)
+    return is_observed and not executor_problem(training)
 
 
 def verdict_code(training: Training) -> int:

@@ -18,7 +18,7 @@ from atoll.core.describe import (
     describe_ranks,
 )
 from atoll.core.escape import escape_control
-from atoll.core.executors import absence
+from atoll.core.executors import executor_problem
 from atoll.core.metrics import LatestMetric
 from atoll.core.phase import Phase
 from atoll.core.quantities import format_duration
@@ -108,7 +108,7 @@ def phase_cell(training: Training) -> str:
     phase = training.status.phase.value or "new"
     colour = PHASE_COLOURS.get(phase)
     cell = paint(phase, colour, wants_colour(sys.stdout)) if colour else phase
-    if where := absence(training):
+    if where := executor_problem(training):
         cell = Coloured(f"{cell} (executor {where.removeprefix('Executor').lower()})")
     return cell
 
@@ -345,7 +345,7 @@ def world_text(training: Training) -> str:
         text += f", {count_of(restarts, 'restart')}"
     if lost:
         text += f", lost: {describe_ranks(lost)}"
-    if absence(training):
+    if executor_problem(training):
         text += f", {escape_control(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
         text += f", {escape_control(waits[0])}"

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from atoll.core.checks import check_name
-from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL, check_kind
 from atoll.core.fields import rename_fields
-from atoll.core.model import Model, named
+from atoll.core.model import Model, convert, named
 from atoll.core.webhooks import WebhookConfig
 
 T = TypeVar("T", bound=msgspec.Struct)

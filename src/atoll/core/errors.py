@@ -37,7 +37,7 @@ class AtollError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks show: not the frames of atoll and of the libraries below it."""
-        from atoll.core.frames import short_traceback
+        from atoll.core.html import short_traceback
 
         return short_traceback(self)
 

@@ -1,7 +1,6 @@
-"""Trainings, worlds, exits and log lines as notebooks show them. Pure.
+"""How notebooks show trainings, worlds, exits, log lines and errors. Pure.
 
-What ranks print, report and are called is only ever text here: it is escaped, and control
-characters are shown as such.
+Text from ranks is untrusted: it is escaped, and control characters are made visible.
 """
 
 from __future__ import annotations
@@ -28,9 +27,13 @@ COLOURS = {
     "cancelled": "#5f6975",
 }
 SHAPES = {"pending": "◌", "ready": "●", "succeeded": "✓", "failed": "✕", "cancelled": "⊟"}
+# A notebook keeps its output in the file: a table that fills a screen or two, not megabytes.
 MAX_RANKS = 16
 MAX_ROWS = 60
 MAX_LINES = 500
+MAX_FRAMES = 5
+ALL_FRAMES = "(all frames: import sys, traceback; traceback.print_exception(sys.last_value))"
+_PACKAGE = __file__.rsplit("/", 2)[0]  # the directory of atoll
 
 
 class HtmlList(list[T]):
@@ -197,3 +200,34 @@ def trainings_html(trainings: Sequence[Any]) -> str:
         )
     header = ("name", "phase", "ready", "what it is doing", "where")
     return table(header, rows) + _more(len(trainings), MAX_ROWS)
+
+
+def short_traceback(error: BaseException) -> list[str]:
+    """Lines for `_render_traceback_`: the error, then the calls in the user's own code."""
+    import traceback  # slow to import, and only needed when something failed
+
+    hint = getattr(error, "hint", None)
+    lines = [*f"{type(error).__name__}: {error}".split("\n"), *getattr(error, "__notes__", ())]
+    if hint:
+        lines.append(str(hint))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
+    where = [
+        f"  {_cell_or_path(frame.filename)}, line {frame.lineno}: {(frame.line or '').strip()}"
+        for frame in frames[-MAX_FRAMES:]
+    ]
+    return [*map(escape_control, lines), *map(escape_control, where), ALL_FRAMES]
+
+
+def _is_inner(filename: str) -> bool:
+    """Whether a frame is atoll's, a library's or Python's own."""
+    parts = filename.replace("\\", "/")
+    return (
+        filename.startswith((_PACKAGE, "<frozen"))
+        or "/site-packages/" in parts
+        or "/lib/python3." in parts
+    )
+
+
+def _cell_or_path(filename: str) -> str:
+    is_cell = "ipykernel_" in filename or filename.startswith("<ipython-input")
+    return "cell" if is_cell else filename

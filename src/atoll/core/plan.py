@@ -18,7 +18,6 @@ from atoll.core.clock import STEP_S, Now
 from atoll.core.conditions import set_condition
 from atoll.core.describe import describe_status, events_between
 from atoll.core.errors import UDTerminalState
-from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase, Tally, advance
 from atoll.core.rank_ranges import limited_spans
@@ -30,9 +29,12 @@ from atoll.core.ranks import (
     merge_ranks,
     root_cause_of,
     waiting_message,
+    with_bounded_ends,
+    with_bounded_messages,
+    with_texts_of,
 )
 from atoll.core.reasons import PhaseReason
-from atoll.core.spec import WorldSize
+from atoll.core.spec import WorldSize, may_start
 from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (
     AttemptStatus,
@@ -47,7 +49,6 @@ from atoll.core.status import (
     WorldPoint,
     WorldStatus,
 )
-from atoll.core.texts import with_bounded_ends, with_bounded_messages, with_texts_of
 from atoll.core.warnings import CONDITION, WARNED, find_warnings, merge_warnings
 
 STALE_S = 3.0  # how late an observation may be

@@ -345,3 +345,8 @@ def _bare(value: object) -> object:
     if isinstance(value, Source):
         return [value.filename, value.directory]
     return value.path if isinstance(value, Code) else value
+
+
+def may_start(able: int, world: WorldSize, *, is_grace_over: bool) -> bool:
+    """Whether `able` ranks are enough: all of them together, or `min` after the start grace."""
+    return able >= world.target or (is_grace_over and able >= world.min)

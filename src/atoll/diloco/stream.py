@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from atoll.core.decoders import msgpack_decoder
 from atoll.core.errors import BackendError, Gone, NotFound, ValidationError
+from atoll.core.model import msgpack_decoder
 from atoll.diloco import saved
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, past
 from atoll.diloco.allreduce.exchange import Behind

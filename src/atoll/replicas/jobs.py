@@ -24,7 +24,7 @@ from atoll.core.model import decode, encode
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
-from atoll.replicas.shared import SharedBackend, StopCause, with_cause
+from atoll.replicas.plane import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
@@ -87,8 +87,8 @@ def cause_of(job: Json, spec: TrainingSpec, desired: DesiredState) -> StopCause:
     if text:
         return StopCause(*msgspec.json.decode(text))
     if desired.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
-        words = f"still running {spec.deadline_s or 0:g} s after the start"
-        return StopCause(PhaseReason.DEADLINE_EXCEEDED, words)
+        message = f"still running {spec.deadline_s or 0:g} s after the start"
+        return StopCause(PhaseReason.DEADLINE_EXCEEDED, message)
     return StopCause()
 
 
@@ -137,11 +137,11 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         """Of pods that were deleted before this process knew them, what others have archived."""
-        heard: set[int] = set()
+        ranks_read: set[int] = set()
         async for line in super().logs(training, ranks=ranks, tail=tail, follow=follow):
-            heard.add(line.rank)
+            ranks_read.add(line.rank)
             yield line
-        for rank in sorted(set(ranks or ()) - heard):
+        for rank in sorted(set(ranks or ()) - ranks_read):
             lines = await self._archive.lines(self._object_key(training)[0], training.uid, rank)
             for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
                 yield LogLine(rank=rank, text=text)

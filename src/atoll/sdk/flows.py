@@ -26,7 +26,7 @@ from atoll.core.errors import (
     ValidationError,
     WorldSizeOutOfBounds,
 )
-from atoll.core.executors import MISSING, ExecutorList, absence
+from atoll.core.executors import EXECUTOR_MISSING, ExecutorList, executor_problem
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import Phase
@@ -230,8 +230,8 @@ def delete(
         while (left_s := deadline - clock()) > 0:
             training = yield from _next(who, training, left_s, clock=clock)
             on_read(training)
-            if kind := absence(training):
-                why = "is not configured" if kind == MISSING else "cannot be reached"
+            if kind := executor_problem(training):
+                why = "is not configured" if kind == EXECUTOR_MISSING else "cannot be reached"
                 raise Temporary(
                     f"{who.name!r} is not removed yet: its executor {training.executor!r} {why}, "
                     "and only that executor can stop its ranks; the training is removed once it "

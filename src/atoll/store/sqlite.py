@@ -20,9 +20,8 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.attempts import MAX_ATTEMPTS
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
-from atoll.core.model import encode
+from atoll.core.model import encode, json_decoder
 from atoll.core.ports import (
     PAGE_BYTES,
     Change,

@@ -95,7 +95,7 @@ def test_a_training_goes_on_once_its_cluster_is_configured_again(
     _stop_server(laptop)
     until(lambda: _absence(laptop) == "ExecutorMissing")
     assert laptop("cancel", "mine").returncode == 0
-    until(lambda: "the cancelling waits" in laptop.json("status", "mine")["message"])
+    until(lambda: "the cancellation waits" in laptop.json("status", "mine")["message"])
     assert _alive(space) == uids
     laptop.configure(settings)
     _stop_server(laptop)

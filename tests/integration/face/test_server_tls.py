@@ -23,7 +23,7 @@ import atoll
 from atoll.core.errors import Permanent, ValidationError
 from atoll.sdk import trust
 from atoll.sdk.endpoint import Fixed, PlainToken
-from atoll.server.http.server import tls_of
+from atoll.server.http.server import load_tls
 
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 
@@ -139,7 +139,7 @@ def test_a_bad_pair_is_refused_before_it_listens(tmp_path: Path) -> None:
         (empty, one.key, "--tls-key", "PEM"),
     ]:
         with pytest.raises(ValidationError, match=words) as refused:
-            tls_of(certificate, key)
+            load_tls(certificate, key)
         assert refused.value.field == field
     options = ["--tls-cert", str(one.certificate), "--tls-key", str(two.key)]
     done = subprocess.run(

@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from atoll.backends.kubernetes import options as kubernetes
 from atoll.backends.kubernetes.crd import spec_schema
-from atoll.cli.options import SET, Number, WholeNumber
+from atoll.cli.options import FloatField, IntField
+from atoll.cli.run import SPEC_OPTIONS
 from atoll.core.checks import Bounds, bounds_of, check_as, field_bounds
 from atoll.core.errors import ValidationError
 from atoll.core.fields import ON_WIRE, option_bounds, rename_fields
@@ -109,10 +110,10 @@ def test_both_schemas_say_the_same_numbers(field: str) -> None:
 
 
 def test_a_number_on_the_command_line_has_the_bounds_of_its_field() -> None:
-    for _, option, kind, *_ in SET:
+    for _, option, kind, *_ in (row for rows in SPEC_OPTIONS.values() for row in rows):
         if kind not in (int, float):
             continue
-        number = (WholeNumber if kind is int else Number)(option)
+        number = (IntField if kind is int else FloatField)(option)
         low, high = TABLE[option]
         assert number.convert(str(kind(high)), None, None) == high
         with pytest.raises(Exception, match="not in the range"):

@@ -24,7 +24,6 @@ from lightkube.core.exceptions import ConfigError
 
 from atoll.backends.kubernetes.access import Access, no_credentials, read_access
 from atoll.backends.kubernetes.pod import PodManifest, share_parts
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -36,6 +35,7 @@ from atoll.core.errors import (
     Temporary,
 )
 from atoll.core.lines import alines_of
+from atoll.core.model import json_decoder
 
 Json = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from atoll.backends.kubernetes.names import GATE, GATE_COUNT, GATE_OPENED, START
 from atoll.backends.kubernetes.patch import is_blocked, yielded_at
 from atoll.backends.kubernetes.pod import TURNED_AWAY, Pod, when
-from atoll.core.gate import may_start
+from atoll.core.spec import may_start
 from atoll.core.status import DesiredState, Training
 
 Json = dict[str, Any]

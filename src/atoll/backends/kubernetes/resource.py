@@ -17,9 +17,8 @@ from msgspec.structs import replace
 from atoll.backends.kubernetes.names import GROUP, VERSION
 from atoll.core.attempts import newest_attempts
 from atoll.core.conditions import set_condition
-from atoll.core.decoders import convert, json_decoder
 from atoll.core.errors import ValidationError
-from atoll.core.model import Model, decode, encode
+from atoll.core.model import Model, convert, decode, encode, json_decoder
 from atoll.core.rank_ranges import spans
 from atoll.core.ranks import in_ms
 from atoll.core.spec import TrainingSpec

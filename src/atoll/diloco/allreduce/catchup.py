@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import msgpack_decoder
 from atoll.core.errors import Gone, NotFound, ValidationError
+from atoll.core.model import msgpack_decoder
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce import past, wire
 from atoll.diloco.allreduce.exchange import Abandoned, Exchange

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
+from atoll.core.model import json_decoder
 
 Vector = NDArray[np.float32]
 

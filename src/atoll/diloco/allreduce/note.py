@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from atoll.core.decoders import msgpack_decoder
+from atoll.core.model import msgpack_decoder
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, Terms, difference
 from atoll.diloco.data.ranges import Ranges

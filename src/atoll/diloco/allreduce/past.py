@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.decoders import convert
 from atoll.core.errors import NotFound
+from atoll.core.model import convert
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import Keys, block_of, parse_attempt
 from atoll.diloco.allreduce.manifest import MANIFEST, Manifest

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import json_decoder, msgpack_decoder
+from atoll.core.model import json_decoder, msgpack_decoder
 
 Buffer = bytes | bytearray | memoryview
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from atoll.core.decoders import json_decoder
+from atoll.core.model import json_decoder
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ranges import Ranges
 

@@ -16,7 +16,7 @@ from atoll.controller.informer import Informer
 from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
 from atoll.core.escape import escape_control
-from atoll.core.executors import absence
+from atoll.core.executors import executor_problem
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.ports import Store, Update
@@ -120,7 +120,7 @@ def _sentence(training: Training) -> tuple[str, str]:
             return "", terms.removeprefix(f"{status.phase.value}: ")
         why = describe_reason(cause.termination_reason, cause.message)
         return escape_control(why), terms.removeprefix("failed: ")
-    if where := absence(training):
+    if where := executor_problem(training):
         return f"Executor {where.removeprefix('Executor').lower()}", escape_control(status.message)
     waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
     if status.phase is Phase.PENDING and waits:

@@ -458,7 +458,7 @@ def test_bad_options_are_refused_by_name(field: str, options: Json) -> None:
 def test_a_launch_that_clashes_is_a_value_error() -> None:
     executor = KubernetesExecutor(image="train:1", runtime_class_name="kata")
     with pytest.raises(ValueError, match="runtime_class_name"):
-        executor.check_launch(training(resources=Resources(gpu_count=1)).spec)
+        executor._check_launch(training(resources=Resources(gpu_count=1)).spec)
 
 
 def test_a_runtime_class_with_a_gpu_may_be_insisted_on() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.replicas.arguments import as_argv, read_arguments
+from atoll.replicas.entrypoints import as_argv, read_arguments
 
 
 def test_scalars_are_upper_cased_variables_and_everything_is_json() -> None:

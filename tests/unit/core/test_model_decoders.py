@@ -13,7 +13,7 @@ CHILDREN = 6
 CHILD = """
 import sys, threading
 import msgspec
-from atoll.core.decoders import convert, json_decoder, msgpack_decoder
+from atoll.core.model import convert, json_decoder, msgpack_decoder
 from atoll.core.model import decode
 
 how = sys.argv[1]

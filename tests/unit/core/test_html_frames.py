@@ -22,7 +22,9 @@ def test_frames_of_atoll_are_left_out_and_the_users_line_is_there() -> None:
     assert lines[0].startswith("ValidationError: name: 'No Such Name'")
     assert "and a note" in lines
     assert "do this" in lines
-    assert any('check_name("name", name)' in line and "test_frames.py" in line for line in lines)
+    assert any(
+        'check_name("name", name)' in line and "test_html_frames.py" in line for line in lines
+    )
     assert not any("core/checks.py" in line for line in lines)
     assert len(lines) < 8
 

@@ -6,14 +6,14 @@ import msgspec
 
 from atoll.core.lines import RESULT_MARK
 from atoll.core.model import encode
-from atoll.core.status import Exit, Observation, ObservedRank, RankStatus
-from atoll.core.texts import (
+from atoll.core.ranks import (
+    MAX_TEXT_BYTES,
     OMITTED,
-    TEXTS_BYTES,
     with_bounded_ends,
     with_bounded_messages,
     with_texts_of,
 )
+from atoll.core.status import Exit, Observation, ObservedRank, RankStatus
 
 replace = msgspec.structs.replace
 
@@ -43,7 +43,7 @@ def test_of_many_different_texts_those_of_the_first_failures_stay() -> None:
     count = 2_000
     ranks = [ended(n, float(count - n), tail=[f"{n}:" + "x" * 500]) for n in range(count)]
     bounded = with_bounded_ends(ranks)
-    assert texts(bounded) <= TEXTS_BYTES
+    assert texts(bounded) <= MAX_TEXT_BYTES
     keeps = [n for n, r in bounded.items() if r.exit and r.exit.log_tail]
     assert keeps == list(range(count - len(keeps), count))
     assert len(keeps) > 100
@@ -62,7 +62,7 @@ def test_ranks_that_wait_for_different_things_do_not_fill_the_store() -> None:
     bounded = with_bounded_messages(waiting)
     assert bounded[0].message == waiting[0].message
     assert bounded[-1].message == OMITTED
-    assert len(encode([r.message for r in bounded[:300]])) < 2 * TEXTS_BYTES
+    assert len(encode([r.message for r in bounded[:300]])) < 2 * MAX_TEXT_BYTES
 
 
 def test_the_root_cause_gets_its_texts_back_from_the_executor() -> None:

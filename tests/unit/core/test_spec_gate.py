@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.core.gate import may_start
-from atoll.core.spec import WorldSize
+from atoll.core.spec import WorldSize, may_start
 
 # (ranks able to start, whether the start grace is over, whether they may)
 CASES = [

@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import LASTING_S, REPORT_AGAIN_S, Reconciler
+from atoll.core.availability import BACKEND_FAILING
 from atoll.core.clock import Now
+from atoll.core.conditions import has_condition
 from atoll.core.errors import Denied, Temporary
-from atoll.core.hindrance import is_hindered
 from atoll.core.phase import Phase
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -177,7 +178,7 @@ def test_a_training_goes_on_once_its_executor_is_configured_again() -> None:
     cancelled = replace(plane.training, spec=replace(SPEC, cancel=True))
     asyncio.run(plane.store.update_spec(cancelled))
     plane.looks()
-    assert "the cancelling waits" in plane.training.status.message
+    assert "the cancellation waits" in plane.training.status.message
     assert plane.eu.applied == [1]
     plane.restart(eu=plane.eu)
     plane.looks(3)
@@ -189,18 +190,18 @@ def test_an_action_that_keeps_failing_is_told_and_cleared_when_it_works() -> Non
     plane = Plane()
     plane.eu.refuses = Denied("may not create jobs")
     plane.fails(3)
-    assert not is_hindered(plane.training.status)  # it may pass
+    assert not has_condition(plane.training.status, BACKEND_FAILING)  # it may pass
     plane.now += LASTING_S
     plane.fails(3)
-    (told,) = [c for c in plane.training.status.conditions if c.type == "ActionFailing"]
+    (told,) = [c for c in plane.training.status.conditions if c.type == "BackendFailing"]
     assert "may not create jobs" in told.message
-    assert plane.store.reasons.count("ActionFailing") == 1
+    assert plane.store.reasons.count("BackendFailing") == 1
     written = plane.store.writes
     plane.fails(5)
     assert plane.store.writes == written
     plane.eu.refuses = None
     plane.looks(2)
-    assert not is_hindered(plane.training.status)
-    assert plane.store.reasons[-1] in ("ActionDone", "Ready")
-    assert plane.store.reasons.count("ActionDone") == 1
+    assert not has_condition(plane.training.status, BACKEND_FAILING)
+    assert plane.store.reasons[-1] in ("BackendWorking", "Ready")
+    assert plane.store.reasons.count("BackendWorking") == 1
     assert plane.eu.applied == [1]

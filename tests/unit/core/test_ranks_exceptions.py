@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.core.exceptions import exception_in
+from atoll.core.ranks import exception_in
 
 HEADER = "Traceback (most recent call last):"
 
