@@ -60,8 +60,8 @@ def limits_for(files: int, **changes: Any) -> Limits:
     return Limits(
         **{
             "connections": most,
-            "strangers": max(8, most // 4),
-            "of_namespace": max(8, most // 2),
+            "unauthenticated": max(8, most // 4),
+            "per_namespace": max(8, most // 2),
             **changes,
         }
     )
