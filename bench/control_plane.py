@@ -314,7 +314,7 @@ def is_running(pid: int, program: str) -> bool:
 
 
 def alive(pid: int) -> bool:
-    return processes.is_running(pid, processes.born(pid))
+    return processes.is_running(pid, processes.start_ticks(pid))
 
 
 def resident_mb(pid: int) -> float:

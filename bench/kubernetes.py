@@ -127,9 +127,9 @@ async def _looks(
     before, times = cluster.requests.total(), []
     for _ in range(LOOKS):
         started = time.perf_counter()
-        seen = await executor.observe(training)
+        observation = await executor.observe(training)
         times.append(time.perf_counter() - started)
-    running = sum(rank.state == "running" for rank in seen.ranks)
+    running = sum(rank.state == "running" for rank in observation.ranks)
     assert running == training.spec.world_size.target, running
     return {
         f"{how}RequestsALook": (cluster.requests.total() - before) / LOOKS,

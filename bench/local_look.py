@@ -52,8 +52,8 @@ async def measure(root: Path, ranks: int) -> dict[str, float]:
 
 async def until(backend: LocalBackend, training: Training, running: int) -> None:
     for _ in range(2400):
-        seen = await backend.observe(training)
-        if sum(rank.state == "running" for rank in seen.ranks) == running:
+        observation = await backend.observe(training)
+        if sum(rank.state == "running" for rank in observation.ranks) == running:
             return
         await asyncio.sleep(0.05)
     raise TimeoutError(f"not {running} ranks")

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.allreduce.s3server import S3Server
 from tests.support.modal_stand_in import ModalStandIn
 
-from atoll.agent.wrapper import DESIRED, LAUNCH, name_of, write
+from atoll.agent.records import DESIRED, LAUNCH, desired_record, name_of
+from atoll.agent.wrapper import write
 from atoll.backends.modal.executor import ModalBackend
 from atoll.backends.modal.options import ModalOptions
 from atoll.backends.modal.render import sandbox_name
-from atoll.backends.records import desired_document
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Training
+from atoll.core.status import Training
 
 SIZES = (1, 100, 1000)
 LOOKS = 5
@@ -43,22 +43,20 @@ async def measure(size: int, modal: ModalStandIn) -> dict[str, object]:
     training = Training(namespace="n", uid=uuid.uuid4().hex, spec=spec)
     backend = ModalBackend(ModalOptions(secrets=["store"]))
     place = backend.place_of(training)
-    place.put(
-        DESIRED, write(desired_document(DesiredState(version=1, size=size), None, {}, time.time()))
-    )
+    place.put(DESIRED, write(desired_record(1, size, {}, None, {}, time.time())))
     place.put(LAUNCH, write(backend.launch(training)))
     place.put("gate", write({"at": time.time(), "together": size}))
     now = write({"host": "h", "at": time.time()})
-    names = [(r, k) for r in range(size) for k in ("claim", "start", "beat")]
+    names = [(r, k) for r in range(size) for k in ("claim", "start", "heartbeat")]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: place.put(name_of(n[0], 0, n[1]), now), names))
     app = await backend.sandboxes.open()
     for rank in range(size):
         modal.add_entry(app.app_id, sandbox_name(training.uid, rank, 0), training.uid, rank)
     first = time.perf_counter()
-    seen = await backend.observe(training)
+    observation = await backend.observe(training)
     first_s = time.perf_counter() - first
-    assert sum(rank.state == "running" for rank in seen.ranks) == size
+    assert sum(rank.state == "running" for rank in observation.ranks) == size
     backend.sandboxes.questions.clear()
     modal.calls.clear()
     looks = [await timed(backend.observe(training)) for _ in range(LOOKS)]

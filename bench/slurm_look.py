@@ -22,13 +22,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster, why_not  # noqa: E402
 
-from atoll.agent.wrapper import DESIRED, GATE, LAUNCH, RankAttempt, write  # noqa: E402
-from atoll.backends.records import desired_document  # noqa: E402
+from atoll.agent.records import DESIRED, GATE, LAUNCH, desired_record  # noqa: E402
+from atoll.agent.wrapper import RankAttempt, write  # noqa: E402
 from atoll.backends.slurm.executor import SHARED_S, SlurmBackend  # noqa: E402
 from atoll.backends.slurm.options import SlurmOptions  # noqa: E402
 from atoll.backends.slurm.render import job_name  # noqa: E402
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
-from atoll.core.status import DesiredState, Training  # noqa: E402
+from atoll.core.status import Training  # noqa: E402
 
 SIZES = (1, 100, 1000)
 LOOKS = 7
@@ -56,9 +56,7 @@ def fill_queue(cluster: SlurmCluster, training: Training, ranks: int) -> None:
 async def fill_records(backend: SlurmBackend, training: Training, ranks: int) -> None:
     await backend.prepare(training)
     place = backend.place_of(training)
-    place.put(
-        DESIRED, write(desired_document(DesiredState(version=1, size=ranks), None, {}, time.time()))
-    )
+    place.put(DESIRED, write(desired_record(1, ranks, {}, None, {}, time.time())))
     place.put(LAUNCH, write(backend.launch(training)))
     place.put(GATE, write({"at": time.time(), "together": ranks}))
     for rank in range(ranks):
@@ -69,8 +67,10 @@ async def fill_records(backend: SlurmBackend, training: Training, ranks: int) ->
 
 
 async def look(backend: SlurmBackend, training: Training, ranks: int) -> list[float]:
-    seen = await backend.observe(training)  # the first one reads the records, which never change
-    assert sum(rank.state == "running" for rank in seen.ranks) == ranks, seen
+    observation = await backend.observe(
+        training
+    )  # the first one reads the records, which never change
+    assert sum(rank.state == "running" for rank in observation.ranks) == ranks, observation
     took, before = [], backend.questions
     for _ in range(LOOKS):
         await asyncio.sleep(1.2 * SHARED_S)  # an answer is shared by looks that come together

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atoll.core.phase import RULES, diagram
-from atoll.core.reasons import PhaseReason, RankEnd, table
+from atoll.core.reasons import ExitReason, PhaseReason, table
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -47,7 +47,7 @@ def test_the_phase_diagram_is_the_table() -> None:
         assert f"`{rule.reason}`" in page.read_text()
 
 
-@pytest.mark.parametrize("reasons", [PhaseReason, RankEnd])
+@pytest.mark.parametrize("reasons", [PhaseReason, ExitReason])
 def test_the_tables_of_ends_are_the_vocabulary(reasons: Any) -> None:
     page = (ROOT / "docs" / "phases.md").read_text()
     assert f"\n\n{table(reasons)}\n\n" in page, f"print(table({reasons.__name__}))"
@@ -58,7 +58,7 @@ def test_every_reason_in_the_page_on_kubernetes_is_in_the_vocabulary() -> None:
     rows = page.partition("## What ends how")[2].partition("\n\nEvery one")[0].splitlines()
     named = {word for row in rows[3:] for word in re.findall(r"`([A-Z]\w+)`", row)}
     assert "OOMKilled" in named
-    assert named <= {*RankEnd, *PhaseReason}
+    assert named <= {*ExitReason, *PhaseReason}
 
 
 def test_the_manual_is_the_help() -> None:

@@ -91,7 +91,7 @@ def test_a_machine_that_was_off_for_an_hour_charges_nobody_for_it(
         lose_power(plane, plane.get(name), asleep_s=3600, clock=fake_clock)
         plane.start()
         again = plane.until(name, lambda t: [r.attempt for r in t.status.ranks] == [1, 1])
-        ends = [r.previous for r in again.status.ranks]
+        ends = [r.previous_exit for r in again.status.ranks]
         assert [end.reason for end in ends if end is not None] == ["SupervisorLost"] * 2
         assert sum(r.metered_s for r in again.status.ranks) < 600
         # What runs now is metered again, from its own start.

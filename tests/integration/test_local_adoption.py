@@ -52,7 +52,7 @@ def pids(plane: ControlPlane, training: Training) -> list[int]:
     """The ranks that run, by the journal; each is the process that was started."""
     records = journal_records(plane.directory(training) / "journal")
     starts = [r for r in records if r["t"] == "start"]
-    return [r["pid"] for r in starts if processes.is_running(r["pid"], r["born"])]
+    return [r["pid"] for r in starts if processes.is_running(r["pid"], r["startTicks"])]
 
 
 def said(plane: ControlPlane) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
-from atoll.backends.local.journal import Due
+from atoll.agent.records import Due
 from atoll.backends.local.rank_process import become_rank
-from atoll.core.describe import end_in_words
+from atoll.core.describe import describe_end
 from atoll.core.status import Training
 
 FOREVER = "exec sleep 1000"
@@ -301,7 +301,7 @@ def test_a_rank_that_failed_before_it_was_told_to_stop_is_not_called_stopped(
         while :; do sleep 0.02; done"""
     training = shared_plane.until_over(shared_plane.create(script, 2))
     assert [e.termination_reason for e in training.status.rank_exits] == ["Error", "Error"]
-    assert "both ranks failed alike: ValueError: oops" in end_in_words(training)
+    assert "both ranks failed alike: ValueError: oops" in describe_end(training)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_child_that_was_never_told_to_run_does_not_end_with_success(tmp_path: Pa
             os.close(go_in)
             gang = {"working_dir": None, "command": ["true"], "env": {}, "rank_variables": []}
             become_rank(
-                tmp_path, gang, Due(0, 0, 0, 0.0), supervisor, (1024, 1024),
+                tmp_path, gang, Due(0, 0, 0, None, 0.0), supervisor, (1024, 1024),
                 umask=0o022, go=go, output=1, failures=2,
             )  # fmt: skip
         finally:

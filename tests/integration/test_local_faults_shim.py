@@ -139,12 +139,12 @@ def test_guard_of_a_killed_shim_leaves_the_ranks_of_the_next_one_alone(
     training = started(plane, script, max_restarts=1)
     keeper, _ = plane.shim_pids(training)
     guard = processes.parent(keeper)
-    born = processes.born(guard)
+    start_ticks = processes.start_ticks(guard)
     os.kill(guard, signal.SIGSTOP)  # it is slow
     hit(plane, training, {"supervisor", "keeper"}, signal.SIGKILL)
     wait_for(lambda: sum(line.text == "again" for line in plane.log_lines(training.name)) == RANKS)
     os.kill(guard, signal.SIGCONT)
-    wait_for(lambda: not processes.is_running(guard, born))
+    wait_for(lambda: not processes.is_running(guard, start_ticks))
     (tmp_path / "end").touch()
     ended = plane.until_over(training.name)
     assert [e.exit_code for e in ended.status.rank_exits] == [0] * RANKS
@@ -177,7 +177,7 @@ def test_supervisor_that_goes_on_in_time_keeps_its_ranks(
     (tmp_path / "end").touch()
     _, supervisor = plane.shim_pids(training)
     pids = journalled_pids(plane, training)
-    wait_for(lambda: not any(processes.is_running(pid, processes.born(pid)) for pid in pids))
+    wait_for(lambda: not any(processes.is_running(pid, processes.start_ticks(pid)) for pid in pids))
     os.kill(supervisor, signal.SIGCONT)
     ended = plane.until_over(training.name)
     assert [e.exit_code for e in ended.status.rank_exits] == [0] * RANKS
@@ -193,7 +193,7 @@ def test_pid_of_another_process_is_never_signalled(plane: ControlPlane) -> None:
         records = journal_records(path)
         for record in records:
             if record["t"] == "start" and record["rank"] == 0:
-                record["pid"] = bystander.pid  # `born` stays that of the rank
+                record["pid"] = bystander.pid  # `startTicks` stays that of the rank
         path.write_bytes(encode_batch(1, records))
         plane.start()
         all_lost(plane.until_over(training.name))

@@ -99,13 +99,13 @@ def test_start_gate_waits_for_all_then_takes_the_minimum_after_the_grace(tmp_pat
         name = plane.create(FOREVER, 4, min=2, start_grace_s=1.0)
         waiting = plane.until(name, lambda t: t.status.phase == "pending")
         assert not running(waiting)
-        assert "start gate: room for 2 of 4" in waiting.status.ranks[0].message
+        assert "start gate: capacity for 2 of 4" in waiting.status.ranks[0].message
         assert "2 of 4 slots" in waiting.status.ranks[0].message
         small = plane.until(name, lambda t: running(t) == [0, 1])
         assert small.status.started_at is not None
         assert small.status.started_at >= small.created_at + 1.0
         assert small.status.phase == "ready"
-        assert "no room" in small.status.ranks[2].message
+        assert "no capacity" in small.status.ranks[2].message
         plane.ask(first, cancel=True)
         full = plane.until(name, lambda t: running(t) == [0, 1, 2, 3])
         before = [(r.attempt, r.started_at) for r in small.status.ranks[:2]]
@@ -135,7 +135,7 @@ def test_room_of_a_rank_scaled_away_is_free_only_when_it_is_gone(tmp_path: Path)
         wait_for((tmp_path / "told").exists)
         plane.ask(second, target=2)  # so that it is looked at again
         waiting = plane.until(second, lambda t: t.status.observed_generation == 2)
-        assert "room for 0 of 2" in waiting.status.ranks[0].message
+        assert "capacity for 0 of 2" in waiting.status.ranks[0].message
         (tmp_path / "leave").touch()
         plane.until(second, lambda t: t.status.world.ready >= 1)
 

@@ -114,7 +114,7 @@ def test_pair_that_cannot_go_on_is_ended_and_replaced(
     )
     pair = plane.shim_pids(training)
     stopping += pair
-    wait_for(lambda: not any(processes.is_running(pid, processes.born(pid)) for pid in pair))
+    wait_for(lambda: not any(processes.is_running(pid, processes.start_ticks(pid)) for pid in pair))
     stopping.clear()
     again = plane.until(
         training.name, lambda t: [r.restarts for r in t.status.ranks] == [1] * RANKS

@@ -85,11 +85,11 @@ def test_guard_that_was_stopped_goes_with_its_training(tmp_path: Path) -> None:
         name = plane.create(["sleep", "1000"])
         keeper, _ = plane.shim_pids(plane.until_ready(name, 1))
         guard = processes.parent(keeper)
-        born = processes.born(guard)
+        start_ticks = processes.start_ticks(guard)
         processes.kill(guard, signal.SIGSTOP)
         plane.ask(name, cancel=True)
         plane.until_released(name)
-        until(lambda: not processes.is_running(guard, born))
+        until(lambda: not processes.is_running(guard, start_ticks))
 
 
 def running(seconds: str) -> list[int]:

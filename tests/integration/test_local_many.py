@@ -85,7 +85,9 @@ def test_room_that_the_machine_lacks_now_is_waited_for(
             world = WorldSize(min=3, target=3, max=8)
             command = ["sh", "-c", f"while [ ! -e {tmp_path}/end ]; do sleep 0.02; done"]
             made = await control.create(name="a", command=command, world_size=world)
-            words = f"start gate: room for 1 of 3 ranks; {os.uname().nodename} has too little left"
+            words = (
+                f"start gate: capacity for 1 of 3 ranks; {os.uname().nodename} has too little left"
+            )
             told = await control.until(
                 made, lambda t: bool(t.status.ranks) and words in t.status.ranks[0].message
             )
@@ -96,7 +98,7 @@ def test_room_that_the_machine_lacks_now_is_waited_for(
             await control.scale(made, 5)
             told = await control.until(made, lambda t: len(t.status.ranks) == 5)
             assert told.status.world.ready == 3  # what runs keeps its place
-            assert told.status.ranks[4].message.startswith("no room: ")
+            assert told.status.ranks[4].message.startswith("no capacity: ")
             room[0] = Bound(2, "")
             await control.until(made, lambda t: t.status.world.ready == 5)
             (tmp_path / "end").touch()

@@ -132,10 +132,10 @@ def test_a_private_etcd_lives_as_long_as_its_training(
             conditions = {c.type: c.status for c in now.status.conditions}
             assert conditions["MeshCapable"] == "True"
             assert conditions["DegradedMesh"] == "False"
-            pid, born = etcd_of(found["ports"][1])
+            pid, start_ticks = etcd_of(found["ports"][1])
             (tmp_path / "go").touch()
             await here.until(training, lambda t: t.status.is_released)
-            assert not is_running(pid, born)
+            assert not is_running(pid, start_ticks)
             assert not (here.root / training.uid / "etcd").exists()
             await here.delete(training)
 
@@ -144,14 +144,14 @@ def test_a_private_etcd_lives_as_long_as_its_training(
 
 def etcd_of(port: int) -> tuple[int, int]:
     """The pid, and when it was born, of the etcd that listens there."""
-    from atoll.backends.local.processes import all_pids, born
+    from atoll.backends.local.processes import all_pids, start_ticks
 
     wanted = f":{port}".encode()
     for pid in all_pids():
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if any(w.startswith(b"--listen-client-urls") and w.endswith(wanted) for w in words):
-                return pid, born(pid)
+                return pid, start_ticks(pid)
     raise AssertionError(f"no etcd on port {port}")
 
 
@@ -164,7 +164,7 @@ def test_an_etcd_that_is_killed_comes_back_with_its_keys(tmp_path: Path) -> None
             assert env["ATOLL_MESH_ENDPOINT"] == endpoint
             async with EtcdKeys(endpoint) as keys:
                 await keys.put("torch/state", "kept")
-                pid, born = etcd_of(int(endpoint.rpartition(":")[2]))
+                pid, start_ticks = etcd_of(int(endpoint.rpartition(":")[2]))
                 os.kill(pid, signal.SIGKILL)
                 deadline = time.monotonic() + 60
                 value = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
-from atoll.backends.local.processes import all_pids, born, is_running
+from atoll.backends.local.processes import all_pids, is_running, start_ticks
 from atoll.backends.local.rendezvous_file import read_rendezvous
 from atoll.core.mesh import MeshState
 from atoll.core.spec import RendezvousSpec
@@ -51,7 +51,7 @@ def _parent(pid: int) -> int:
 def test_ranks_and_etcd_outlive_the_control_plane(plane: ControlPlane, tmp_path: Path) -> None:
     training = started(plane, tmp_path / "go")
     etcd = relatives(plane, training)["etcd"]
-    at = born(etcd)
+    at = start_ticks(etcd)
     plane.restart()
     assert is_running(etcd, at)
     again = plane.until_ready(training.name, 2)
@@ -70,7 +70,7 @@ def test_etcd_dies_with_its_supervisor_and_is_back_for_the_next_attempt(
 ) -> None:
     training = started(plane, tmp_path / "go", max_restarts=3)
     family = relatives(plane, training)
-    at = born(family["etcd"])
+    at = start_ticks(family["etcd"])
     for victim in victims:
         os.kill(family[victim], signal.SIGKILL)
     wait_for(lambda: not is_running(family["etcd"], at))

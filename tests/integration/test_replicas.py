@@ -59,7 +59,7 @@ def marked(mark: str) -> list[int]:
         pid
         for pid in processes.all_pids()
         if processes.environment_of(pid).get(b"TEST_MARK") == mark.encode()
-        and processes.is_running(pid, processes.born(pid))
+        and processes.is_running(pid, processes.start_ticks(pid))
     ]
 
 
@@ -286,7 +286,7 @@ def test_what_a_rank_prints_never_runs_code_here(
         "    for line in result_lines(Result(kind, payload), nonce, '00000001'):\n"
         "        os.write(1, line)\n"
     )
-    executor.allow_pickle = True
+    executor._allow_pickle = True
     handles = executor.launch_replicas(1, script(tmp_path, text))
     (report,) = executor.collect(handles, timeout=60)
     assert (report["status"], report["result"]) == ("succeeded", None)
@@ -428,7 +428,7 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
             await super().apply(training, desired)
 
     class Library(LocalProcessExecutor):
-        def make_executor(self) -> Executor:
+        def _make_backend(self) -> Executor:
             return Refusing(self._root / "gangs")
 
     with Library() as executor:
@@ -452,7 +452,7 @@ def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:
             return await super().observe(training)
 
     class Library(LocalProcessExecutor):
-        def make_executor(self) -> Executor:
+        def _make_backend(self) -> Executor:
             return Counting(self._root / "gangs")
 
     with Library() as executor:

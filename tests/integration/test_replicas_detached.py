@@ -220,7 +220,7 @@ def test_functions_and_concurrent_scripts(tmp_path: Path, state: Path) -> None:
     assert [path.name for path in state.iterdir()] == [two[0].metadata["uid"]]
     # Long after the end, the next launch forgets it.
     record = state / two[0].metadata["uid"] / "training.json"
-    second.wait_until_recorded(two[0].metadata["job_name"])
+    second._wait_until_recorded(two[0].metadata["job_name"])
     document = json.loads(record.read_bytes())
     document["status"]["endedAt"] = time.time() - 8 * 86_400
     record.write_text(json.dumps(document))
@@ -253,11 +253,11 @@ def test_the_supervisor_of_detached_replicas_is_not_the_launchers(tmp_path: Path
     executors = [LocalProcessExecutor() for _ in range(3)]
     assert {executor.poll(handles[0]) for executor in executors} == {"running"}
     directory = Path(handles[0].metadata["directory"], handles[0].metadata["uid"])
-    keeper, born = map(int, (directory / "keeper").read_text().split())
+    keeper, start_ticks = map(int, (directory / "keeper").read_text().split())
     for pid in (*processes.children(keeper), keeper):
-        if processes.is_running(pid, processes.born(pid)):
+        if processes.is_running(pid, processes.start_ticks(pid)):
             os.kill(pid, signal.SIGKILL)
-    assert born
+    assert start_ticks
     for executor in executors:
         reports = executor.collect(handles, timeout=60)
         assert {report["status"] for report in reports} == {"failed"}

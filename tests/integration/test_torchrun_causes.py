@@ -11,8 +11,8 @@ import pytest
 from tests.support.control_plane import ControlPlane
 
 from atoll.agent import process
-from atoll.core.describe import end_in_words
-from atoll.core.exceptions import exception_in
+from atoll.core.describe import describe_end
+from atoll.core.ranks import exception_in
 
 pytest.importorskip("torch")
 
@@ -53,7 +53,7 @@ def test_torchrun_does_not_hide_the_exception(
     cause = training.status.root_cause
     assert cause is not None
     assert cause.message.startswith(expected)
-    assert f"it exited with code 1: {expected}" in end_in_words(training)
+    assert f"it exited with code 1: {expected}" in describe_end(training)
     if program in ("alone", "world"):
         assert cause.log_tail[-1].endswith("ValueError: oops")
 

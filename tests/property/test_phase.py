@@ -84,7 +84,7 @@ def test_each_phase_is_that_of_exactly_the_worlds_it_is_promised_for() -> None:
         verdict = advance(Phase.PENDING, tally)
         assert verdict is not None
         assert [phase for phase, holds in promised.items() if holds] == [verdict.phase], tally
-        if verdict.reason in ("WaitingForRoom", "BelowMinimum"):
+        if verdict.reason in ("WaitingForCapacity", "BelowMinimum"):
             assert tally.is_gate_open == (verdict.reason == "BelowMinimum"), tally
 
 

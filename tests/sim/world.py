@@ -16,11 +16,29 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from atoll.backends.local.journal import Attempt, GangState
+from atoll.agent import records
+from atoll.agent.records import (
+    AttemptFacts,
+    Facts,
+    desired_record,
+    exit_record,
+    is_unwanted,
+    restarts,
+    start_record,
+)
+from atoll.backends.records import desired_of
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
 from atoll.core.ports import Executor
-from atoll.core.status import DesiredState, Exit, Followup, Seen, SeenRank, Status, Training
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    Observation,
+    ObservedRank,
+    Status,
+    Training,
+)
 
 
 class Crash(BaseException):
@@ -59,13 +77,13 @@ class Machine:
 
     random: random.Random
     spec_restarts: int
-    state: GangState = field(default_factory=GangState)
+    facts: Facts = field(default_factory=Facts)
     runs: list[Run] = field(default_factory=list)
     is_supervised: bool = False
     stop_at: dict[int, float] = field(default_factory=dict)
     told_at: dict[int, float] = field(default_factory=dict)  # when they were told to stop
     starts_at: dict[tuple[int, int], float] = field(default_factory=dict)
-    history: list[tuple[float, Seen]] = field(default_factory=list)
+    history: list[tuple[float, Observation]] = field(default_factory=list)
     fail_chance: float = 0.2
     is_released: bool = False
     has_gate: bool = False
@@ -73,7 +91,7 @@ class Machine:
     openings: list[float] = field(default_factory=list)
     gate_opened_at: float | None = None
     wipes: int = 0
-    is_exit_held: bool = False
+    has_exit_finalizer: bool = False
     gone: set[tuple[int, int]] = field(default_factory=set)  # exits that were let go
     is_touched: bool = False
 
@@ -82,19 +100,18 @@ class Machine:
 
     def accept(self, desired: DesiredState, now: float) -> None:
         self.is_released = False
-        if desired.version < self.state.version:
+        if desired.version < self.facts.version:
             return
-        discarded_attempts = {
-            str(rank): attempt for rank, attempt in desired.discarded_attempts.items()
-        }
-        self.state.fold(
-            {
-                "t": "applied",
-                "version": desired.version,
-                "size": desired.size,
-                "discarded": discarded_attempts,
-                "at": now,
-            }
+        known = self.facts.newest()
+        self.facts.add(
+            desired_record(
+                desired.version,
+                desired.size,
+                desired.discarded_attempts,
+                self.facts.desired,
+                known,
+                now,
+            )
         )
         self.is_supervised = True
         if self.has_gate and self.ready_at is None:
@@ -128,7 +145,8 @@ class Machine:
         return changed
 
     def _maybe_end(self, run: Run, now: float) -> bool:
-        is_told = self.is_supervised and self.state.attempts[run.rank].is_stopping
+        desired = self.facts.desired or {}
+        is_told = self.is_supervised and is_unwanted(desired, run.rank, run.attempt)
         if is_told and run.rank not in self.stop_at:
             self.told_at[run.rank] = now
             self.stop_at[run.rank] = now + self.random.choice([0.01, 0.5, 2.0, 8.0])
@@ -146,41 +164,22 @@ class Machine:
 
     def _end(self, run: Run, at: float, code: int | None, stopped: bool, reason: str = "") -> None:
         run.ended_at, run.shown_code = at, code
-        self.state.fold(
-            {
-                "t": "exit",
-                "rank": run.rank,
-                "attempt": run.attempt,
-                "code": code,
-                "stopped": stopped,
-                "at": at,
-                "signal": None,
-                "reason": reason or ("Completed" if code == 0 else "Error"),
-            }
-        )
+        reason = reason or ("Completed" if code == 0 else "Error")
+        end = {"code": code, "stopped": stopped, "at": at, "signal": None, "reason": reason}
+        self.facts.add(exit_record(run.rank, run.attempt, end))
 
     def _start_due(self, now: float) -> bool:
         changed = False
         for due in list(self._due()):
             name = (due.rank, due.attempt)
-            at = self.starts_at.setdefault(name, max(due.at, now) + self.random.random())
+            at = self.starts_at.setdefault(name, max(_not_before(due), now) + self.random.random())
             if at > now:
                 continue
             life = self.random.choice([0.05, 1.0, 5.0, 30.0])
             code = self.random.choice([1, 3, 137]) if self.random.random() < self.fail_chance else 0
             run = Run(due.rank, due.attempt, due.restarts, at, at + life, code)
             self.runs.append(run)
-            self.state.fold(
-                {
-                    "t": "start",
-                    "rank": due.rank,
-                    "attempt": due.attempt,
-                    "restarts": due.restarts,
-                    "pid": 1,
-                    "born": 1,
-                    "at": at,
-                }
-            )
+            self.facts.add(start_record(due.rank, due.attempt, at, pid=1, startTicks=1))
             changed = True
         return changed
 
@@ -188,16 +187,21 @@ class Machine:
         """Ranks that nothing holds back from being started."""
         if self.has_gate and self.gate_opened_at is None:
             return
-        for due in self.state.due(self.spec_restarts):
-            last = self.state.attempts.get(due.rank)
-            if not self.is_exit_held or last is None or (last.rank, last.attempt) in self.gone:
+        for due in records.due(self.facts, self.spec_restarts):
+            last = self.facts.current(due.rank)
+            if (
+                not self.has_exit_finalizer
+                or last is None
+                or (last.rank, last.attempt) in self.gone
+            ):
                 yield due
 
     def next_time(self, now: float) -> float | None:
         times = [min(r.ends_at, self.stop_at.get(r.rank, r.ends_at)) for r in self.alive()]
         if self.is_supervised:
             for due in self._due():
-                times.append(self.starts_at.get((due.rank, due.attempt), max(due.at, now)))
+                at = max(_not_before(due), now)
+                times.append(self.starts_at.get((due.rank, due.attempt), at))
         return min(times, default=None)
 
     def supervisor_dies(self, now: float) -> None:
@@ -214,7 +218,7 @@ class Machine:
             run.ended_at, run.shown_code = now, None
         for run in self.runs:
             run.is_forgotten = True
-        self.state = GangState()
+        self.facts = Facts()
         self.starts_at.clear()
         self.stop_at.clear()
         self.told_at.clear()
@@ -224,33 +228,33 @@ class Machine:
         self.gone.clear()
         self.history.clear()  # late answers come from the same memory
 
-    def shown_at(self, at: float) -> Seen:
+    def shown_at(self, at: float) -> Observation:
         """What was true then. Times before the first wish show nothing."""
-        nothing = Seen(has_gate=self.has_gate)
-        seen = next((seen for when, seen in reversed(self.history) if when <= at), nothing)
-        is_shut = seen.desired is not None and seen.desired.size > 0 and seen.gate_opened_at is None
+        nothing = Observation(has_gate=self.has_gate)
+        observation = next(
+            (observation for when, observation in reversed(self.history) if when <= at), nothing
+        )
+        is_shut = (
+            observation.desired is not None
+            and observation.desired.size > 0
+            and observation.gate_opened_at is None
+        )
         if not self.has_gate or not is_shut or self.ready_at is None:
-            return seen
+            return observation
         if at < self.ready_at:
-            return replace(seen, again_in_s=self.ready_at - at)
-        return replace(seen, followups=(*seen.followups, Open()))
+            return replace(observation, again_in_s=self.ready_at - at)
+        return replace(observation, followups=(*observation.followups, Open()))
 
     def remember(self, now: float) -> None:
         self.history.append((now, self.show()))
 
-    def show(self) -> Seen:
-        desired = None
-        if self.state.size is not None:
-            desired = DesiredState(
-                version=self.state.version,
-                size=self.state.size,
-                discarded_attempts=dict(self.state.discarded_attempts),
-            )
-        shown = [a for a in self.state.attempts.values() if (a.rank, a.attempt) not in self.gone]
-        ended = [a for a in shown if a.exit is not None and self.is_exit_held]
-        return Seen(
-            ranks=[_seen(a) for a in shown],
-            desired=desired,
+    def show(self) -> Observation:
+        currents = [self.facts.current(rank) for rank in self.facts.ranks]
+        shown = [a for a in currents if a is not None and (a.rank, a.attempt) not in self.gone]
+        ended = [a for a in shown if a.exit is not None and self.has_exit_finalizer]
+        return Observation(
+            ranks=[_seen(self.facts, a) for a in shown],
+            desired=desired_of(self.facts),
             is_supervised=self.is_supervised,
             has_gate=self.has_gate,
             gate_opened_at=self.gate_opened_at,
@@ -258,16 +262,22 @@ class Machine:
         )
 
 
-def _seen(attempt: Attempt) -> SeenRank:
-    ended = attempt.exit
-    return SeenRank(
+def _not_before(due: records.Due) -> float:
+    return 0.0 if due.after is None else float(due.after["at"] + due.delay_s)
+
+
+def _seen(facts: Facts, attempt: AttemptFacts) -> ObservedRank:
+    ended, desired, rank = attempt.exit, facts.desired, attempt.rank
+    assert desired is not None
+    earlier = [one for one in facts.ranks[rank].values() if one.attempt < attempt.attempt]
+    return ObservedRank(
         rank=attempt.rank,
         state="running" if ended is None else "exited",
         attempt=attempt.attempt,
-        restarts=attempt.restarts,
+        restarts=restarts(desired, rank, attempt.attempt),
         started_at=attempt.started_at,
-        earlier_s=attempt.earlier_s,
-        is_stopping=attempt.is_stopping and ended is None,
+        metered_s=sum(one.ran_s() for one in earlier),
+        is_stopping=ended is None and is_unwanted(desired, rank, attempt.attempt),
         exit=None
         if ended is None
         else Exit(
@@ -298,7 +308,7 @@ class SimExecutor(Executor):
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         with self._faults.step("apply"):
-            if self.machine.state.size is None:
+            if self.machine.facts.desired is None:
                 if desired.size == 0:
                     return
                 if training.status.has_run:
@@ -313,7 +323,7 @@ class SimExecutor(Executor):
     async def purge(self, training: Training) -> None:
         await self.release(training)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         with self._faults.step("observe"):
             lag = STALE_S * 0.99 * self._faults.lateness()
             return replace(self.machine.shown_at(self._clock() - lag), at=self._clock())

@@ -21,7 +21,9 @@ pytestmark = [needs_slurm, pytest.mark.slurm]
 
 @pytest.fixture
 def executor(cluster: SlurmCluster, tmp_path: Path) -> Iterator[SlurmExecutor]:
-    with SlurmExecutor(folder=str(tmp_path / "f"), conf=str(cluster.conf), silent_s=20.0) as made:
+    with SlurmExecutor(
+        folder=str(tmp_path / "f"), conf=str(cluster.conf), heartbeat_timeout_s=20.0
+    ) as made:
         yield made
 
 
@@ -81,7 +83,7 @@ def test_another_process_collects_what_this_one_launched(
     )
     launcher = (
         "import sys, atoll\n"
-        "e = atoll.SlurmExecutor(folder=sys.argv[1], conf=sys.argv[2], silent_s=20.0)\n"
+        "e = atoll.SlurmExecutor(folder=sys.argv[1], conf=sys.argv[2], heartbeat_timeout_s=20.0)\n"
         "handles = e.launch_replicas(2, sys.argv[3], {'lr': 0.1}, timeout=90)\n"
         "print('\\n'.join(h.to_json() for h in handles), flush=True)\n"
         "import os; os.kill(os.getpid(), 9)\n"

@@ -12,8 +12,8 @@ import pytest
 
 from atoll.agent.bucket import Objects
 from atoll.agent.bundle import FILE
-from atoll.agent.wrapper import name_of
-from atoll.backends.records import RecordReader
+from atoll.agent.records import name_of
+from atoll.backends.recorded import RecordReader
 from atoll.backends.slurm.executor import SlurmBackend
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.backends.slurm.render import RECORDS
@@ -66,8 +66,8 @@ def test_claims_and_ends_are_in_the_store(
         # A second start of what runs, as Slurm makes it after it was killed, finds the claim.
         await executor.start_jobs(training, 0, [0])
         reader = RecordReader(executor.place_of(training))
-        await lab.until(training, lambda _: reader.read().attempts[2, 0].start, PATIENCE_S)
-        started = reader.read().attempts[2, 0].start
+        await lab.until(training, lambda _: reader.refresh().ranks[2][0].start, PATIENCE_S)
+        started = reader.refresh().ranks[2][0].start
         assert started is not None
         os.kill(started["pid"], signal.SIGSEGV)
         await lab.until(training, lambda _: "2.1" in lab.ran(), PATIENCE_S)

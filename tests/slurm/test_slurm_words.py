@@ -311,7 +311,7 @@ def test_options_that_the_cluster_does_not_have_are_told_before_anything_is_made
     ):
         lab = Lab(cluster, tmp_path, **{option: value})
         try:
-            asyncio.run(lab.executor.try_out(lab.spec("true")))
+            asyncio.run(lab.executor.dry_run(lab.spec("true")))
         except ValidationError as error:
             refused[option] = (error.field, error.expected.split(":")[0])
     assert refused == {
@@ -319,19 +319,19 @@ def test_options_that_the_cluster_does_not_have_are_told_before_anything_is_made
     }
     lab = Lab(cluster, tmp_path)
     with pytest.raises(ValidationError, match="gpu_count: 2"):
-        asyncio.run(lab.executor.try_out(lab.spec("true", resources=Resources(gpu_count=2))))
+        asyncio.run(lab.executor.dry_run(lab.spec("true", resources=Resources(gpu_count=2))))
     lab = Lab(cluster, cluster.conf)  # a file is no folder
     with pytest.raises(ValidationError, match="folder: .* expected a folder that this user can"):
-        asyncio.run(lab.executor.try_out(lab.spec("true")))
+        asyncio.run(lab.executor.dry_run(lab.spec("true")))
     # Nodes that are away come back: that is no refusal, and neither is a Slurm that is silent.
     lab = Lab(cluster, tmp_path)
     try:
         for node in cluster.nodes:
             cluster.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=x")
-        asyncio.run(lab.executor.try_out(lab.spec("true")))
+        asyncio.run(lab.executor.dry_run(lab.spec("true")))
     finally:
         cluster.resume_nodes()
     monkeypatch.setattr(slurm, "TRY_S", 1.0)
     lab = Lab(cluster, tmp_path, conf="/nonesuch/slurm.conf", partition="nope")
-    asyncio.run(lab.executor.try_out(lab.spec("true")))
+    asyncio.run(lab.executor.dry_run(lab.spec("true")))
     assert list(tmp_path.iterdir()) == []

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import Reconciler
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.errors import NotFound
 from atoll.core.model import decode, encode
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import MAX_WORLD, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Exit, Seen, SeenRank, Training
+from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
 from atoll.server.basilica.wire import distributed
 
 BEGIN = 1_800_000_000.0
@@ -31,15 +31,15 @@ class Crowd(Executor):
     async def apply(self, training: Training, desired: DesiredState) -> None:
         self.desired = desired
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         if self.desired is None:
-            return Seen()
+            return Observation()
         ranks = [self._look(rank) for rank in range(training.spec.world_size.target)]
-        return Seen(ranks=ranks, desired=self.desired, is_supervised=True)
+        return Observation(ranks=ranks, desired=self.desired, is_supervised=True)
 
-    def _look(self, rank: int) -> SeenRank:
+    def _look(self, rank: int) -> ObservedRank:
         ended = self.ends.get(rank)
-        return SeenRank(
+        return ObservedRank(
             rank=rank,
             state="running" if ended is None else "exited",
             started_at=BEGIN + rank / 1000,
@@ -86,7 +86,7 @@ async def live_and_die(
     they run and when they have ended."""
     key, crowd = (namespace, NAME), Crowd()
     executors: Any = {executor: crowd}
-    reconciler = Reconciler(store, executors, lambda: Time(BEGIN + 100))
+    reconciler = Reconciler(store, executors, lambda: Now.at(BEGIN + 100))
 
     async def settle() -> Training:
         while await reconciler.reconcile(key) == 0.0:

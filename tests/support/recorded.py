@@ -16,16 +16,17 @@ from atoll.agent.bundle import FILE, wrapper_file
 from atoll.agent.record_store import RecordPlace
 from atoll.agent.wrapper import Folder
 from atoll.backends.launch import RankPlace
-from atoll.backends.observe import BackendJob, Pace
 from atoll.backends.recorded import RecordedBackend
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, Timing
 from atoll.core.errors import Temporary
 from atoll.core.status import Training
 
 
 class ProcessBackend(RecordedBackend):
     name = "processes"
-    pace = Pace(look_s=0.05, settle_s=0.5, silent_s=2.0, name_s=0.3, leave_s=1.0)
+    timing = Timing(
+        observe_s=0.05, settle_s=0.5, heartbeat_timeout_s=2.0, cause_wait_s=0.3, stop_wait_s=1.0
+    )
 
     def __init__(self, root: Path, clock: Callable[[], float] | None = None) -> None:
         super().__init__(clock=clock)
@@ -34,7 +35,7 @@ class ProcessBackend(RecordedBackend):
         self.processes: dict[AttemptKey, subprocess.Popen[bytes]] = {}
         self.is_silent = False
         self.questions = 0
-        self.words: dict[AttemptKey, BackendJob] = {}  # instead of the truth
+        self.words: dict[AttemptKey, JobState] = {}  # instead of the truth
         (root / FILE).write_bytes(wrapper_file())
 
     def place_of(self, training: Training) -> RecordPlace:
@@ -62,12 +63,12 @@ class ProcessBackend(RecordedBackend):
         self.processes.setdefault((rank, attempt), process)
         return process
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         self.questions += 1
         if self.is_silent:
             raise Temporary("it does not answer")
         jobs = {
-            key: BackendJob("ended" if process.poll() is not None else "running")
+            key: JobState("ended" if process.poll() is not None else "running")
             for key, process in self.processes.items()
         }
         return {**jobs, **self.words}

@@ -22,10 +22,10 @@ from atoll.controller.clock import machine_clock, write_mark
 from atoll.controller.loop import Controller
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, Conflict
-from atoll.core.executors import Home, load
+from atoll.core.executors import PlaneContext, load
 from atoll.core.spec import TrainingSpec
+from atoll.core.stats import usage
 from atoll.core.status import Training
-from atoll.core.usage import usage
 from atoll.store.sqlite import SQLiteStore
 
 
@@ -152,7 +152,7 @@ async def executor_of(state: Path, slots: int | None, store: SQLiteStore) -> Any
     """The local one, or the one that ATOLL_TEST_EXECUTOR tells: its kind, and its options."""
     if told := os.environ.get("ATOLL_TEST_EXECUTOR"):
         kind, options = msgspec.json.decode(told)
-        return load(kind).configured("local", options, Home(state, "test", state))
+        return load(kind).configured("local", options, PlaneContext(state, "test", state))
     local = LocalBackend(state / "trainings", slots=slots)
     await local.start(store)
     return local

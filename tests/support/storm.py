@@ -28,7 +28,7 @@ from atoll.core.status import Training
 
 RANKS = 3
 RESTARTS = 100  # more than the storm can use up
-LONGEST_STOP_S = 1.5
+MAX_STOP_S = 1.5
 CALM_S = 120.0  # for everything to come to rest, on a machine that is busy elsewhere
 CLOCK_VARIABLE = "ATOLL_STORM_CLOCK"
 CLOCK = """
@@ -145,8 +145,8 @@ class Storm:
             self._strike_plane(how)
         else:
             gang = self.chance.choice([gang for gang in self.gangs if not gang.is_spared])
-            for pid, born in self._victims(gang, kind):
-                self._hit(pid, born, how)
+            for pid, start_ticks in self._victims(gang, kind):
+                self._hit(pid, start_ticks, how)
         self.faults[f"{kind} {how}"] += 1
 
     def _strike_plane(self, how: str) -> None:
@@ -154,39 +154,45 @@ class Storm:
             self.plane.restart()
             return
         os.kill(self.plane.pid, signal.SIGSTOP)
-        time.sleep(LONGEST_STOP_S * self.chance.random())
+        time.sleep(MAX_STOP_S * self.chance.random())
         os.kill(self.plane.pid, signal.SIGCONT)
 
     def _victims(self, gang: Gang, kind: str) -> list[tuple[int, int]]:
         if kind == "rank":
-            alive = [r for r in self._starts(gang) if processes.is_running(r["pid"], r["born"])]
+            alive = [
+                r for r in self._starts(gang) if processes.is_running(r["pid"], r["startTicks"])
+            ]
             picked = [self.chance.choice(alive)] if alive else []
-            self._struck |= {(r["pid"], r["born"]) for r in picked}
-            return [(r["pid"], r["born"]) for r in picked]
+            self._struck |= {(r["pid"], r["startTicks"]) for r in picked}
+            return [(r["pid"], r["startTicks"]) for r in picked]
         try:
-            keeper, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
+            metric_store, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
         except StopIteration:  # it is being replaced
             return []
         if kind == "guard":
-            guard = processes.parent(keeper[0])
+            guard = processes.parent(metric_store[0])
             is_guard = processes.command_line(guard)[3:4] == [b"guard"]
             return [_named(guard)] if is_guard else []
         self._shims[gang.uid] += 1
-        victims = {"keeper": [keeper], "supervisor": [supervisor], "pair": [keeper, supervisor]}
+        victims = {
+            "keeper": [metric_store],
+            "supervisor": [supervisor],
+            "pair": [metric_store, supervisor],
+        }
         return victims[kind]
 
-    def _hit(self, pid: int, born: int, how: str) -> None:
-        if processes.born(pid) != born:
+    def _hit(self, pid: int, start_ticks: int, how: str) -> None:
+        if processes.start_ticks(pid) != start_ticks:
             return
         processes.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         if how == "pause":
-            seconds = LONGEST_STOP_S * self.chance.random()
-            timer = threading.Timer(seconds, self._let_go, (pid, born))
+            seconds = MAX_STOP_S * self.chance.random()
+            timer = threading.Timer(seconds, self._let_go, (pid, start_ticks))
             timer.start()
             self._timers.append(timer)
 
-    def _let_go(self, pid: int, born: int) -> None:
-        if processes.born(pid) == born:
+    def _let_go(self, pid: int, start_ticks: int) -> None:
+        if processes.start_ticks(pid) == start_ticks:
             processes.kill(pid, signal.SIGCONT)
 
     # What runs
@@ -261,7 +267,9 @@ class Storm:
         """What ranks wrote themselves: each attempt ran once, as journalled; no end is made up."""
         starts = {(r["rank"], r["attempt"]): r["pid"] for r in records if r["t"] == "start"}
         ends = {(r["rank"], r["attempt"]): r for r in records if r["t"] == "exit"}
-        born = {(r["rank"], r["attempt"]): r["born"] for r in records if r["t"] == "start"}
+        start_ticks = {
+            (r["rank"], r["attempt"]): r["startTicks"] for r in records if r["t"] == "start"
+        }
         ran, done = self._said("ran", gang), self._said("done", gang)
         assert len(ran) == len({key for key, _ in ran}), f"{gang.name}: an attempt ran twice"
         assert all(starts[key] == pid for key, pid in ran), gang.name
@@ -269,7 +277,7 @@ class Storm:
         for key, record in ends.items():
             if record["code"] == 0:
                 assert key in finished, f"{gang.name}: {key} is said to have exited 0"
-            is_struck = (starts[key], born[key]) in self._struck
+            is_struck = (starts[key], start_ticks[key]) in self._struck
             is_alone = self._shims[gang.uid] == 0 and not is_struck and not record["stopped"]
             if is_alone:
                 assert record["code"] == key[0] % 2, f"{gang.name}: the exit of {key} was lost"
@@ -300,7 +308,7 @@ class Storm:
                 alive[record["rank"]] = record
             elif record["t"] == "exit":
                 alive.pop(record["rank"], None)
-        return {n: r for n, r in alive.items() if processes.is_running(r["pid"], r["born"])}
+        return {n: r for n, r in alive.items() if processes.is_running(r["pid"], r["startTicks"])}
 
 
 def check_journal(records: list[dict[str, Any]], lasted_s: float) -> None:
@@ -342,4 +350,4 @@ def described(pid: int) -> str:
 
 
 def _named(pid: int) -> tuple[int, int]:
-    return pid, processes.born(pid)
+    return pid, processes.start_ticks(pid)

@@ -9,7 +9,10 @@ from pathlib import Path
 FILE = "atoll.pyz"
 PARTS = {
     "__main__.py": "wrapper.py",
-    **{name: name for name in ("process.py", "unpack.py", "machine_use.py", "metric_sinks.py")},
+    **{
+        name: name
+        for name in ("process.py", "records.py", "unpack.py", "machine_use.py", "metric_sinks.py")
+    },
 }
 DATE = (2020, 1, 1, 0, 0, 0)  # the same files make the same bytes
 

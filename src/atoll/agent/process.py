@@ -64,7 +64,7 @@ usage: process.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- CO
 # Records
 
 
-def exit_record(status: int | None, at: float) -> dict[str, Any]:
+def exit_fields(status: int | None, at: float) -> dict[str, Any]:
     """How a process ended, from its wait status; unknown where there is none."""
     code = number = None
     if status is not None:
@@ -429,7 +429,7 @@ def remove_error_file(error_file: str) -> None:
 
 
 def record_of(command: Command, word: str, error_file: str, host: str) -> dict[str, Any]:
-    record = exit_record(command.status, round(time.time(), 6))
+    record = exit_fields(command.status, round(time.time(), 6))
     record["host"] = host
     if command.failure:
         is_missing = command.failure in (errno.ENOENT, errno.ENOTDIR)
@@ -495,7 +495,7 @@ def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) 
         if __package__:
             from atoll.agent import machine_use, metric_sinks
         else:
-            machine_use, metric_sinks = _beside("machine_use"), _beside("metric_sinks")
+            machine_use, metric_sinks = _companions("machine_use"), _companions("metric_sinks")
     except (ImportError, OSError, SyntaxError):
         return None
     return machine_use.watch_use(
@@ -508,7 +508,7 @@ def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) 
     )
 
 
-def _beside(name: str) -> Any:
+def _companions(name: str) -> Any:
     """A module in the archive of this file, or in its folder."""
     try:
         return __import__(name)

@@ -23,9 +23,9 @@ import time
 from math import inf
 
 if __package__:
-    from atoll.agent import process
+    from atoll.agent import process, records
 else:  # beside it in one archive
-    process = __import__("process")
+    process, records = __import__("process"), __import__("records")
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,19 +34,12 @@ if TYPE_CHECKING:
     from atoll.agent.record_store import RecordPlace
 
 
-DESIRED, LAUNCH, GATE, MEETING, CODE = "desired", "launch", "gate", "meeting", "code"
-CLAIM, START, EXIT, BEAT = "claim", "start", "exit", "beat"
-RECORD_BYTES = 16_384
 FROZEN_AFTER_S = 3.0
 WRITE_PATIENCE_S = 600.0
 DUE_MARGIN_S = 10.0  # after the deadline, which a controller keeps to the moment
 EVICTION_MARGIN_S = 1.0  # before the backend's own kill, in which the record is written
 SILENT_BEATS = 3
 HANDED_OVER = "the time of its place is over: the next attempt takes over"
-
-
-def name_of(rank: int, attempt: int, kind: str) -> str:
-    return f"{rank}.{attempt}.{kind}"
 
 
 class Folder:
@@ -98,7 +91,7 @@ class Folder:
             with os.scandir(self.path) as listing:
                 for entry in listing:
                     stamps[entry.name] = 0
-                    if entry.name.endswith("." + BEAT):
+                    if entry.name.endswith("." + records.HEARTBEAT):
                         with contextlib.suppress(FileNotFoundError):
                             stamps[entry.name] = os.stat(entry.path).st_mtime_ns
         except FileNotFoundError:
@@ -172,12 +165,6 @@ def write(document: dict[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True).encode() + b"\n"
 
 
-def is_unwanted(desired: dict[str, Any], rank: int, attempt: int) -> bool:
-    """Whether this attempt is to stop: its rank was scaled away, or a later attempt is wanted."""
-    stops = desired.get("stops", {}).get(str(rank), [])
-    return rank >= desired["size"] or any(attempt <= stop for stop in stops)
-
-
 class RankAttempt:
     """The records of one attempt, as its own process writes them."""
 
@@ -190,24 +177,28 @@ class RankAttempt:
 
     def claim(self, **facts: Any) -> bool:
         """Whether this process, and no other, is to run the attempt."""
-        token = f"{self.host}-{os.getpid()}-{time.time_ns()}"
-        claim = {"token": token, "host": self.host, "at": time.time(), "pid": os.getpid()}
-        return self.place.create(self._name(CLAIM), write({**claim, **facts}))
+        pid = os.getpid()
+        token = f"{self.host}-{pid}-{time.time_ns()}"
+        claim = records.claim_record(
+            self.rank, self.attempt, time.time(), token=token, host=self.host, pid=pid, **facts
+        )
+        return self.place.create(self._name(records.CLAIM), write(claim))
 
     def started(self, pid: int) -> None:
-        start = {"host": self.host, "at": time.time(), "pid": pid}
-        self.place.put(self._name(START), write(start))
+        start = records.start_record(self.rank, self.attempt, time.time(), host=self.host, pid=pid)
+        self.place.put(self._name(records.START), write(start))
 
     def beat(self) -> None:
-        self.place.beat(self._name(BEAT))
+        self.place.beat(self._name(records.HEARTBEAT))
 
     def end(self, record: dict[str, Any]) -> bool:
         """Writes how it ended, once; False if somebody else has concluded that already."""
         deadline, pause_s = time.monotonic() + WRITE_PATIENCE_S, 0.1
-        line = process.record_line(record, RECORD_BYTES)
+        record = records.exit_record(self.rank, self.attempt, record)
+        line = process.record_line(record, records.MAX_RECORD_BYTES)
         while True:
             try:
-                return self.place.create(self._name(EXIT), line)
+                return self.place.create(self._name(records.EXIT), line)
             except Exception as error:  # of whatever client the place has
                 if time.monotonic() > deadline:
                     raise
@@ -217,21 +208,21 @@ class RankAttempt:
 
     def is_concluded(self) -> bool:
         """Whether somebody has written how it ended."""
-        return self.place.get(self._name(EXIT)) is not None
+        return self.place.get(self._name(records.EXIT)) is not None
 
     def is_unwanted(self, *, unless_missing: bool = False) -> bool:
         """As the wish is now; what was last read of it is kept in `wish`.
 
         `unless_missing`: what runs is not ended because a wish is lost.
         """
-        desired = read(self.place, DESIRED)
+        desired = read(self.place, records.DESIRED)
         if desired is None:
             return not unless_missing
         self.desired = desired
-        return is_unwanted(desired, self.rank, self.attempt)
+        return records.is_unwanted(desired, self.rank, self.attempt)
 
     def _name(self, kind: str) -> str:
-        return name_of(self.rank, self.attempt, kind)
+        return records.name_of(self.rank, self.attempt, kind)
 
 
 class Watch:
@@ -347,7 +338,7 @@ def wait_at_gate(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, Any]
     while not attempt.is_unwanted() and os.getppid() == parent:
         if not launch.get("gated"):
             return {}
-        gate = read(place, GATE)
+        gate = read(place, records.GATE)
         if gate is not None:
             return gate
         if time.monotonic() >= beaten_at + place.beat_s:
@@ -361,10 +352,10 @@ def meeting_of(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, str]:
     """Where the ranks meet: at rank 0, which says so when it is claimed."""
     if not launch.get("meeting"):
         return {}
-    meeting = read(attempt.place, MEETING)
+    meeting = read(attempt.place, records.RENDEZVOUS)
     while meeting is None and not attempt.is_unwanted():  # rank 0 is on its way
         time.sleep(attempt.place.poll_s)
-        meeting = read(attempt.place, MEETING)
+        meeting = read(attempt.place, records.RENDEZVOUS)
     if meeting is None:
         return {}
     own = f"{meeting['host']}:{meeting['port']}"
@@ -374,13 +365,13 @@ def meeting_of(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, str]:
 
 def call_meeting(attempt: RankAttempt) -> None:
     """Rank 0 names its host and a free port; on the same host it stays where it was."""
-    before = read(attempt.place, MEETING)
+    before = read(attempt.place, records.RENDEZVOUS)
     if before is not None and before["host"] == attempt.host:
         return
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    attempt.place.put(MEETING, write({"host": attempt.host, "port": port}))
+    attempt.place.put(records.RENDEZVOUS, write({"host": attempt.host, "port": port}))
 
 
 def unpack_code(place: RecordPlace, launch: dict[str, Any]) -> str:
@@ -398,7 +389,7 @@ def unpack_code(place: RecordPlace, launch: dict[str, Any]) -> str:
         unpack = __import__("unpack")
     root = code_root(place, launch["uid"], code["digest"])
     if not os.path.isdir(root):
-        data = place.get(CODE)
+        data = place.get(records.CODE)
         if data is None:
             raise OSError("the code of the training is gone")
         unpack.check_digest(data, code["digest"], "what is stored as code")
@@ -475,7 +466,7 @@ def fetch(place: RecordPlace, name: str, path: str) -> None:
 
 def run(attempt: RankAttempt) -> int:
     """Claims the attempt and runs it to its end. The code to exit with."""
-    launch = read(attempt.place, LAUNCH)
+    launch = read(attempt.place, records.LAUNCH)
     born_at = time.monotonic()
     if launch is None or attempt.is_unwanted():
         say("nobody wants this attempt any more")
@@ -557,7 +548,7 @@ def leave_word(launch: dict[str, Any], record: dict[str, Any]) -> None:
 
 def _unstarted(attempt: RankAttempt, signalled: str | None, failure: str = "") -> int:
     """It was claimed and ends before it has run anything."""
-    record = process.exit_record(None, time.time())
+    record = process.exit_fields(None, time.time())
     is_stopped = signalled is None and not failure
     record.update(host=attempt.host, ran=False, stopped=is_stopped, signalled=signalled)
     if failure:

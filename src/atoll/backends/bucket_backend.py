@@ -12,8 +12,8 @@ from collections.abc import Callable
 from atoll.agent.bucket import Objects
 from atoll.agent.metric_sinks import FIGURES
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankPlace
-from atoll.backends.observe import Pace
 from atoll.backends.recorded import Json, RecordedBackend
+from atoll.backends.records import Timing
 from atoll.core.status import Training
 
 SOURCE = "source.file"  # among the records, and removed with them
@@ -30,19 +30,19 @@ class StoreBackend(RecordedBackend):
         self, *, python: str, poll_s: float, clock: Callable[[], float] | None = None
     ) -> None:
         super().__init__(clock=clock)
-        self.pace = pace_of(poll_s)
+        self.timing = timing_of(poll_s)
         self._python = python
         self._poll_s = poll_s
-        self._places: dict[str, Objects] = {}
+        self._offsets: dict[str, Objects] = {}
 
     def prefix(self, training: Training, part: str) -> str:
         """The URI of a part of what the store has of the training; of all, if `part` is empty."""
         raise NotImplementedError
 
     def place_of(self, training: Training) -> Objects:
-        if training.uid not in self._places:
-            self._places[training.uid] = Objects.open(self.prefix(training, "records"))
-        return self._places[training.uid]
+        if training.uid not in self._offsets:
+            self._offsets[training.uid] = Objects.open(self.prefix(training, "records"))
+        return self._offsets[training.uid]
 
     def rank_place(self, training: Training) -> RankPlace:
         return RankPlace(
@@ -82,15 +82,15 @@ class StoreBackend(RecordedBackend):
         everything = Objects.open(self.prefix(training, ""))
         names = await asyncio.to_thread(everything.entries)
         await asyncio.to_thread(everything.delete, list(names))
-        self._places.pop(training.uid, None)
+        self._offsets.pop(training.uid, None)
 
 
-def pace_of(poll_s: float) -> Pace:
+def timing_of(poll_s: float) -> Timing:
     """A rank that is silent for three beats of its wrapper, and some, is given up."""
-    return Pace(
-        look_s=poll_s,
+    return Timing(
+        observe_s=poll_s,
         settle_s=0.5 + 2 * poll_s,
-        silent_s=1.0 + 17 * poll_s,
-        name_s=0.5 + 2 * poll_s,
-        leave_s=1.0 + 4 * poll_s,
+        heartbeat_timeout_s=1.0 + 17 * poll_s,
+        cause_wait_s=0.5 + 2 * poll_s,
+        stop_wait_s=1.0 + 4 * poll_s,
     )

@@ -8,45 +8,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
-from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, record_line
+from msgspec.structs import replace
+
+from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, read_record, record_line
 from atoll.agent.record_store import RecordPlace
-from atoll.agent.wrapper import (
+from atoll.agent.records import (
+    BY_EXECUTOR,
     CLAIM,
     CODE,
     DESIRED,
     EXIT,
     GATE,
+    HEARTBEAT,
     LAUNCH,
-    Folder,
-    code_root,
+    MAX_RECORD_BYTES,
+    RENDEZVOUS,
+    START,
+    Facts,
+    claim_record,
+    desired_record,
+    gate_record,
     name_of,
-    write,
 )
+from atoll.agent.wrapper import Folder, code_root, read, write
 from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
-from atoll.backends.observe import (
-    BackendJob,
-    Conclude,
+from atoll.backends.records import (
+    Ages,
+    AttemptKey,
     DueAttempt,
+    Fold,
+    JobState,
     OpenStartGate,
-    Pace,
     StopJobs,
-    View,
-    look,
+    Timing,
+    WriteExit,
+    fold,
 )
-from atoll.backends.records import AttemptKey, GangRecords, RecordReader, desired_document
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training
 
 Json = dict[str, Any]
 
-RECORD_BYTES = 16_384
-TAIL_S = 5.0  # how long the last lines of a rank are looked for
+TAIL_S = 5.0  # how long the executor looks for the last lines of a rank whose exit it writes
+# Requests under way at a time: enough to hide the latency of a bucket, few for its rate limits.
+READS_AT_ONCE = 16
+_NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{HEARTBEAT})")
 # Where ranks meet, by the name of the variable: filled in by the wrapper from what rank 0 says.
 MEETING = {
     "MASTER_ADDR": "host",
@@ -56,6 +71,126 @@ MEETING = {
 }
 
 
+class _Change(NamedTuple):
+    """What a reader saw of the records of an attempt, and since when."""
+
+    stamps: dict[str, int]
+    since: float
+    is_first: bool  # it has never seen another state of it
+
+
+class _Batch(NamedTuple):
+    """What one reading of a store found: values, which a thread may hand over."""
+
+    desired: Json | None
+    records: dict[str, Json]  # new ones, by name
+    stamps: dict[AttemptKey, dict[str, int]]
+
+
+class RecordReader:
+    """The facts of one training, read from its store again and again. Records are read once."""
+
+    def __init__(self, place: RecordPlace, clock: Callable[[], float] = time.monotonic) -> None:
+        self.place = place
+        self.facts = Facts()
+        self._clock = clock
+        self._read: set[str] = set()
+        self._changes: dict[AttemptKey, _Change] = {}
+
+    def fetch(self) -> _Batch:
+        """Read what is new. A thread may do that: it changes nothing here."""
+        desired = read(self.place, DESIRED)
+        if desired is None:
+            return _Batch(None, {}, {})
+        entries = self.place.entries()
+        stamps: dict[AttemptKey, dict[str, int]] = {}
+        for name, stamp in entries.items():
+            if match := _NAME.fullmatch(name):
+                stamps.setdefault((int(match[1]), int(match[2])), {})[match[3]] = stamp
+        named = [n for n in entries if n == GATE or _NAME.fullmatch(n)]
+        return _Batch(desired, self._fetch(named), stamps)
+
+    def take(self, batch: _Batch) -> None:
+        """Take in what was fetched. Without a desired state there are no facts: all are gone."""
+        if batch.desired is None:
+            self.facts, self._read, self._changes = Facts(), set(), {}
+            return
+        for name, record in batch.records.items():
+            self.facts.add(record)
+            self._read.add(name)
+        now = self._clock()
+        for key, own in batch.stamps.items():
+            last = self._changes.get(key)
+            if last is None or last.stamps != own:
+                self._changes[key] = _Change(own, now, is_first=last is None)
+        self.facts.add({**batch.desired, "t": DESIRED})
+
+    def refresh(self) -> Facts:
+        self.take(self.fetch())
+        return self.facts
+
+    def ages(self, ended_s: Mapping[AttemptKey, float]) -> Ages:
+        """Return how long nothing has changed, as of the last refresh."""
+        now, changes = self._clock(), self._changes
+        return Ages(
+            {key: now - change.since for key, change in changes.items()},
+            ended_s,
+            {
+                key: change.stamps[HEARTBEAT] / 1e9
+                for key, change in changes.items()
+                if change.is_first and HEARTBEAT in change.stamps
+            },
+        )
+
+    def heartbeat_age_s(self, rank: int, attempt: int) -> float:
+        change = self._changes.get((rank, attempt))
+        return 0.0 if change is None else self._clock() - change.since
+
+    def exit_of(self, key: AttemptKey) -> Json | None:
+        """Return the record of an end, as of the last refresh."""
+        one = self.facts.attempt(*key)
+        return None if one is None or one.exit is None else dict(one.exit)
+
+    def claims(self) -> set[AttemptKey]:
+        """Return the attempts that were claimed, as of the last refresh."""
+        attempts = (one for own in self.facts.ranks.values() for one in own.values())
+        return {(one.rank, one.attempt) for one in attempts if one.claim is not None}
+
+    def is_claimed(self, key: AttemptKey) -> bool:
+        """Return whether the attempt was claimed, as of the last refresh."""
+        one = self.facts.attempt(*key)
+        return one is not None and one.claim is not None
+
+    def _fetch(self, names: Iterable[str]) -> dict[str, Json]:
+        missing = [n for n in names if n not in self._read and not n.endswith("." + HEARTBEAT)]
+        if len(missing) > READS_AT_ONCE:
+            with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+                texts = list(pool.map(self.place.get, missing))
+        else:
+            texts = [self.place.get(name) for name in missing]
+        found = {n: parse_record(n, data) for n, data in zip(missing, texts, strict=True)}
+        return {name: record for name, record in found.items() if record is not None}
+
+
+def parse_record(name: str, data: bytes | None) -> Json | None:
+    """Return the record in a file of that name; None if it is not whole yet."""
+    if data is None:
+        return None
+    text, match = data.decode(errors="replace"), _NAME.fullmatch(name)
+    if match is not None and match[3] == EXIT:
+        record = read_record(text)
+    else:
+        try:
+            record = json.loads(text)
+        except ValueError:
+            return None
+    if not isinstance(record, dict):
+        return None
+    # The name is the key: who wrote the record cannot contradict it.
+    key = {} if match is None else {"rank": int(match[1]), "attempt": int(match[2])}
+    return {**record, "t": name if match is None else match[3], **key}
+
+
 class RecordedBackend(Executor):
     """The Executor over the verbs of a backend.
 
@@ -63,7 +198,7 @@ class RecordedBackend(Executor):
     have `prepare`, `check`, `clear`, and logs with `log_places` and `logs_after`.
     """
 
-    pace = Pace()
+    timing = Timing()
     has_gate = True  # ranks start together; needs nothing of the backend
     has_network = True  # ranks reach each other, and meet at rank 0
     eviction_s = 30.0  # between the backend's own SIGTERM and its SIGKILL
@@ -86,7 +221,7 @@ class RecordedBackend(Executor):
         """
         raise NotImplementedError
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         """All attempts of the training that the backend knows of, in one question.
 
         Raises Temporary if it does not answer, or not with all of them.
@@ -121,8 +256,8 @@ class RecordedBackend(Executor):
         except ValidationError as error:
             raise Permanent(str(error)) from error
         async with self._turn(training):
-            records = await self._records(training)
-            before = records.desired
+            reader = await self._refreshed(training)
+            facts, before = reader.facts, reader.facts.desired
             if before is None:
                 if desired.size == 0:
                     return
@@ -134,64 +269,56 @@ class RecordedBackend(Executor):
                 await self._put_code(training)
                 await self._put(training, LAUNCH, self.launch(training))
             if before is None or desired.version > before["version"]:
-                known = max_attempts(records.attempts)
-                document = desired_document(desired, before, known, self._clock())
-                await self._put(training, DESIRED, document)
-                records = records._replace(desired=document)
+                await self._put_desired(training, facts, desired, facts.newest(), self._clock())
             elif desired.version < before["version"]:
                 return
             jobs = await self.list_jobs(training)
-            view = self._view(training, records, jobs)
-            if any(view.newest[rank] > known for rank, known in self._unlatched(records, view)):
-                # An attempt that had left no record when the wish was written: it stops, too.
-                assert records.desired is not None
-                at = records.desired["at"]
-                document = desired_document(desired, records.desired, view.newest, at)
-                await self._put(training, DESIRED, document)
-            stops = [followup for followup in view.seen.followups if isinstance(followup, StopJobs)]
-            for followup in stops:
-                await self.stop_jobs(training, followup.attempts)
+            view = self._fold(training, reader, jobs)
+            if self._has_unlatched(facts, view):
+                # An attempt that had left no record when the state was written: it stops, too.
+                at = (facts.desired or {})["at"]
+                await self._put_desired(training, facts, desired, view.newest, at)
+            for followup in view.observation.followups:
+                if isinstance(followup, StopJobs):
+                    await self.stop_jobs(training, followup.attempts)
             await self._start(training, view.due)
 
-    async def observe(self, training: Training) -> Seen:
-        records = await self._records(training)
-        if records.desired is None:
+    async def observe(self, training: Training) -> Observation:
+        reader = await self._refreshed(training)
+        if reader.facts.desired is None:
             is_left = self._may_hold(training) and training.status.phase.is_terminal
             jobs = await self.list_jobs(training) if is_left else {}
             is_active = any(job.is_active for job in jobs.values())
-            return Seen(has_gate=self.has_gate, is_supervised=is_active)
+            return Observation(has_gate=self.has_gate, is_supervised=is_active)
         try:
             jobs = await self.list_jobs(training)
         except Temporary as error:
             # Exits are in the records, whether or not the backend answers.
-            view = self._view(training, records, None)
-            if not has_news(training, view.seen):
+            found = self._fold(training, reader, None).observation
+            if not has_news(training, found):
                 raise
-            return _with_message(view.seen, str(error))
-        return self._view(training, records, jobs).seen
+            return replace(found, message=str(error), followups=())
+        return self._fold(training, reader, jobs).observation
 
     async def perform(self, training: Training, followup: Followup) -> None:
         match followup:
-            case Conclude(rank=rank, attempt=attempt, record=record):
-                await self._conclude(training, (rank, attempt), record)
+            case WriteExit(rank=rank, attempt=attempt, record=record):
+                await self._write_exit(training, (rank, attempt), record)
             case StopJobs(attempts=attempts):
                 await self.stop_jobs(training, attempts)
             case OpenStartGate(together=together):
-                gate = {"at": self._clock(), "together": together}
-                await asyncio.to_thread(self.place_of(training).create, GATE, write(gate))
+                gate = write(gate_record(together, self._clock()))
+                await asyncio.to_thread(self.place_of(training).create, GATE, gate)
 
     async def release(self, training: Training) -> None:
         async with self._turn(training):
-            records = await self._records(training)
-            desired = records.desired
+            facts = (await self._refreshed(training)).facts
+            desired = facts.desired
             if desired is None and not self._may_hold(training):
                 return
             if desired is not None and desired["size"]:  # wrappers that are still to start find it
                 stop = DesiredState(version=desired["version"] + 1, size=0)
-                desired = desired_document(
-                    stop, desired, max_attempts(records.attempts), self._clock()
-                )
-                await self._put(training, DESIRED, desired)
+                await self._put_desired(training, facts, stop, facts.newest(), self._clock())
             jobs = await self.list_jobs(training)
             active = [key for key, job in jobs.items() if job.is_active]
             if active:
@@ -217,8 +344,8 @@ class RecordedBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
             yield line
 
     # What is shared
@@ -257,12 +384,12 @@ class RecordedBackend(Executor):
             "job_variable": self.job_variable,
         }
 
-    def _view(
+    def _fold(
         self,
         training: Training,
-        records: GangRecords,
-        jobs: Mapping[AttemptKey, BackendJob] | None,
-    ) -> View:
+        reader: RecordReader,
+        jobs: Mapping[AttemptKey, JobState] | None,
+    ) -> Fold:
         now = time.monotonic()
         since = self._ended.setdefault(training.uid, {})
         for key, job in (jobs or {}).items():
@@ -270,24 +397,40 @@ class RecordedBackend(Executor):
                 since.pop(key, None)
             else:
                 since.setdefault(key, now)
-        return look(
+        return fold(
             training,
-            records,
+            reader.facts,
             jobs,
             now=self._clock(),
-            pace=self.pace,
-            ended_for_s={key: now - at for key, at in since.items()},
+            timing=self.timing,
+            ages=reader.ages({key: now - at for key, at in since.items()}),
             has_gate=self.has_gate,
         )
 
+    async def _put_desired(
+        self,
+        training: Training,
+        facts: Facts,
+        desired: DesiredState,
+        newest: dict[int, int],
+        at: float,
+    ) -> None:
+        state = desired_record(
+            desired.version, desired.size, desired.discarded_attempts, facts.desired, newest, at
+        )
+        await self._put(training, DESIRED, state)
+        facts.add(state)
+
     @staticmethod
-    def _unlatched(records: GangRecords, view: View) -> Iterable[tuple[int, int]]:
-        """Ranks above the wish with the newest attempt that the wish tells to stop."""
-        assert records.desired is not None
-        stops = records.desired["stops"]
-        for rank in view.newest:
-            if rank >= records.desired["size"]:
-                yield rank, max(stops.get(str(rank), []), default=-1)
+    def _has_unlatched(facts: Facts, view: Fold) -> bool:
+        """Whether a rank that is not wanted has an attempt that is not told to stop yet."""
+        assert facts.desired is not None
+        size, told = facts.desired["size"], facts.desired["stops"]
+        return any(
+            newest > max(told.get(str(rank), []), default=-1)
+            for rank, newest in view.newest.items()
+            if rank >= size
+        )
 
     async def _start(self, training: Training, due: Iterable[DueAttempt]) -> None:
         by_attempt: dict[int, list[int]] = {}
@@ -297,17 +440,19 @@ class RecordedBackend(Executor):
         for attempt, ranks in sorted(by_attempt.items()):
             await self.start_jobs(training, attempt, ranks)
 
-    async def _conclude(self, training: Training, key: AttemptKey, record: Json) -> None:
+    async def _write_exit(self, training: Training, key: AttemptKey, record: Json) -> None:
         place = self.place_of(training)
         if record["ran"] is False:  # what nobody has claimed cannot be claimed any more
-            claim = write({"token": "executor", "host": record["host"], "at": record["at"]})
+            claim = write(
+                claim_record(*key, record["at"], token=BY_EXECUTOR, host=record["host"])
+            )  # fmt: skip
             is_own = await asyncio.to_thread(place.create, name_of(*key, CLAIM), claim)
-            records = await self._records(training)
-            claimed = records.attempts.get(key)
-            if not is_own and claimed is not None and claimed.quiet_s < self.pace.silent_s:
+            reader = await self._refreshed(training)
+            age_s = reader.heartbeat_age_s(*key)
+            if not is_own and reader.is_claimed(key) and age_s < self.timing.heartbeat_timeout_s:
                 return  # a wrapper has it, and will tell
         tail = await self._last_lines(training, key[0])
-        line = record_line({**record, "tail": tail} if tail else record, RECORD_BYTES)
+        line = record_line({**record, "tail": tail} if tail else record, MAX_RECORD_BYTES)
         await asyncio.to_thread(place.create, name_of(*key, EXIT), line)
 
     async def _last_lines(self, training: Training, rank: int) -> list[str]:
@@ -319,15 +464,16 @@ class RecordedBackend(Executor):
                     lines.append(line.text)
         return lines[-TAIL_LINES:]
 
-    async def _records(self, training: Training) -> GangRecords:
+    async def _refreshed(self, training: Training) -> RecordReader:
         reader = self._readers.get(training.uid)
         if reader is None:
             reader = self._readers[training.uid] = RecordReader(self.place_of(training))
         try:
-            return await asyncio.to_thread(reader.read)
+            reader.take(await asyncio.to_thread(reader.fetch))
         except OSError as error:
             where = self.where(training)
             raise Temporary(f"the records in {where} cannot be read: {error.strerror}") from error
+        return reader
 
     async def _put_code(self, training: Training) -> None:
         """The archive that travels with the training is where its ranks look for it."""
@@ -349,13 +495,13 @@ class RecordedBackend(Executor):
             raise Temporary(f"cannot write to {where}: {error.strerror}") from error
 
     async def _forget(self, training: Training) -> None:
-        """The wish goes first: without it there is nothing to see."""
+        """The desired state goes first: without it there is nothing to observe."""
         place = self.place_of(training)
         await asyncio.to_thread(place.delete, [DESIRED])
         names = [
             n for n in await asyncio.to_thread(place.entries) if "." in n or n in (GATE, LAUNCH)
         ]
-        await asyncio.to_thread(place.delete, [*names, "meeting", CODE])
+        await asyncio.to_thread(place.delete, [*names, RENDEZVOUS, CODE])
         if isinstance(place, Folder) and training.spec.code is not None:
             root = code_root(place, training.uid, training.spec.code.digest)
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
@@ -369,27 +515,13 @@ class RecordedBackend(Executor):
             yield
 
 
-def max_attempts(keys: Iterable[AttemptKey]) -> dict[int, int]:
-    """The newest attempt of each rank."""
-    newest: dict[int, int] = {}
-    for rank, attempt in keys:
-        newest[rank] = max(newest.get(rank, -1), attempt)
-    return newest
-
-
-def has_news(training: Training, seen: Seen) -> bool:
+def has_news(training: Training, observation: Observation) -> bool:
     """Whether a rank has ended that the status does not know of."""
     status = training.status
     known = {r.rank: r for r in (*status.ranks, *status.removed_ranks)}
-    for rank in seen.ranks:
+    for rank in observation.ranks:
         before = known.get(rank.rank)
         is_known = before is not None and before.exit is not None
         if rank.exit is not None and not (is_known and before.attempt >= rank.attempt):  # type: ignore[union-attr]
             return True
     return False
-
-
-def _with_message(seen: Seen, message: str) -> Seen:
-    from msgspec.structs import replace
-
-    return replace(seen, message=message, followups=())

@@ -10,40 +10,40 @@ from msgspec.structs import replace
 
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status, Training
+from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Observation, Status, Training
 
 LIMIT_S = 120.0  # from the start of a measurement
 DONE: frozenset[BenchPhase] = frozenset({"Succeeded", "Failed", "TimedOut", "Skipped"})
 
 
 def bench_after(
-    training: Training, old: BenchStatus, seen: Seen, now: float, ran_s: float
+    training: Training, old: BenchStatus, observation: Observation, now: float, ran_s: float
 ) -> BenchStatus:
     """The status of the bench after an observation. A phase in `DONE` is final.
 
     `ran_s`: how long it has run, if it runs; the difference of two dates may say otherwise.
     """
-    if training.spec.bench.mode == "off" or old.phase in DONE or seen.fault:
+    if training.spec.bench.mode == "off" or old.phase in DONE or observation.fault:
         return old
-    look = seen.bench
-    if look is None:
+    observed = observation.bench
+    if observed is None:
         why = f"executor {training.executor!r} cannot measure links"
         return replace(old, phase="Skipped", message=why, completed_at=now)
-    if look.result is not None:
-        message = result_in_words(look.result)
+    if observed.result is not None:
+        message = describe_result(observed.result)
         return replace(
-            old, phase="Succeeded", message=message, result=look.result, completed_at=now
+            old, phase="Succeeded", message=message, result=observed.result, completed_at=now
         )
-    if look.state == "failed":
-        return replace(old, phase="Failed", message=look.message, completed_at=now)
+    if observed.state == "failed":
+        return replace(old, phase="Failed", message=observed.message, completed_at=now)
     if old.started_at is not None and ran_s >= LIMIT_S:
         message = f"not measured within {LIMIT_S:g} s of its start"
         return replace(old, phase="TimedOut", message=message, completed_at=now)
-    if look.state == "running":
+    if observed.state == "running":
         started_at = now if old.started_at is None else old.started_at
-        return replace(old, phase="Running", message=look.message, started_at=started_at)
+        return replace(old, phase="Running", message=observed.message, started_at=started_at)
     # Idle after Running: its process was killed, so it is run again within the same limit.
-    return replace(old, phase=old.phase or "Pending", message=look.message)
+    return replace(old, phase=old.phase or "Pending", message=observed.message)
 
 
 def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatus:
@@ -54,9 +54,9 @@ def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatu
     return replace(bench, phase="Skipped", message=why, completed_at=now)
 
 
-def must_measure(spec: TrainingSpec, status: Status, seen: Seen) -> bool:
+def must_measure(spec: TrainingSpec, status: Status, observation: Observation) -> bool:
     """Whether to start the bench: beside the ranks, or before them if it holds their start."""
-    is_idle = seen.bench is not None and seen.bench.state == "idle"
+    is_idle = observation.bench is not None and observation.bench.state == "idle"
     if spec.bench.mode == "off" or status.bench.phase in DONE or not is_idle:
         return False
     return status.desired is not None or has_floor(spec)
@@ -67,7 +67,7 @@ def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:
     return has_floor(spec) and bench.phase != "Succeeded"
 
 
-def why_refused(spec: TrainingSpec, status: Status) -> tuple[str, str]:
+def check_floor(spec: TrainingSpec, status: Status) -> tuple[str, str]:
     """Reason and message if the link is below the floor or could not be measured; else empty."""
     floor, bench = spec.bench.require_gbps, status.bench
     if not has_floor(spec) or bench.phase not in DONE or status.gate_opened_at is not None:
@@ -87,7 +87,7 @@ def has_floor(spec: TrainingSpec) -> bool:
     return spec.bench.mode != "off" and spec.bench.require_gbps is not None
 
 
-def result_in_words(result: BenchResult) -> str:
+def describe_result(result: BenchResult) -> str:
     """One sentence: the two hosts, the bandwidth, and whether ranks run on both of them."""
     a, b, is_own = result.probe_node_a, result.probe_node_b, result.is_worker_pair
     if a == b:

@@ -1,8 +1,9 @@
-"""Time that does not jump: the wall clock dates what happens, and the steady one measures it.
+"""Time that does not jump: the wall clock dates events, the monotonic one measures durations.
 
-The steady time is the wall time less its *skew*: the sum of all the steps by which the wall clock
+The monotonic time is the wall time less its *skew*: the sum of all steps by which the wall clock
 was set forward or back, and of the time that the machine slept or was off. So neither counts
-against a deadline, a grace or a time to live. Pure: the clocks are read by functions it is given.
+against a deadline, a grace or a time to live. It survives restarts of the process and of the
+machine. Pure: the caller passes the functions that read the clocks.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ from typing import NamedTuple
 
 from atoll.core.model import Model
 
-STEP_S = 1.0  # smaller differences between two readings are drift, which the steady time follows
+# Smaller differences between two readings are drift (NTP slews at most 0.5 ms a second), which the
+# monotonic time follows.
+STEP_S = 1.0
 READINGS = 5  # tries to read both clocks at one moment
 AT_ONCE_S = 0.1
 
 
-class Time(NamedTuple):
-    """One moment: `wall` is for people, `steady` for measuring."""
+class Now(NamedTuple):
+    """One moment by three clocks."""
 
-    wall: float
-    skew: float = 0.0
+    wall: float  # dates events for people
+    monotonic: float  # measures durations on this machine
+    executor: float  # dates ranks, which may run on another machine
 
-    @property
-    def steady(self) -> float:
-        return self.wall - self.skew
+    @classmethod
+    def at(cls, wall: float, skew: float = 0.0) -> Now:
+        """Where ranks are dated by the clock of this machine."""
+        return cls(wall, wall - skew, wall - skew)
 
 
 class ClockMark(Model, frozen=True):
@@ -59,13 +64,13 @@ class Clock:
             mark = ClockMark(boot=boot, wall=mark.wall, monotonic=0.0, skew=mark.skew)
         self.mark = mark or ClockMark(boot=boot, wall=wall(), monotonic=monotonic())
 
-    def __call__(self) -> Time:
+    def __call__(self) -> Now:
         wall, monotonic = self._read()
         last = self.mark
         step = (wall - last.wall) - (monotonic - last.monotonic)
         skew = last.skew + (step if abs(step) > STEP_S else 0.0)
         self.mark = ClockMark(boot=self._boot, wall=wall, monotonic=monotonic, skew=skew)
-        return Time(wall, skew)
+        return Now.at(wall, skew)
 
     def _read(self) -> tuple[float, float]:
         for _ in range(READINGS):

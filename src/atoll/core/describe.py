@@ -10,11 +10,17 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
-from atoll.core.rank_ranges import some_spans
-from atoll.core.reasons import RANK_ENDS, PhaseReason, RankEnd, meaning_of, why_ended
+from atoll.core.rank_ranges import limited_spans
+from atoll.core.reasons import (
+    EXIT_REASONS,
+    ExitReason,
+    PhaseReason,
+    describe_meaning,
+    describe_reason,
+)
 from atoll.core.status import (
     AttemptStatus,
     Event,
@@ -27,12 +33,12 @@ from atoll.core.status import (
 )
 
 TAIL_LINES = 10
-LINES_SHOWN = 20  # different ends in one text
-WAITS_SHOWN = 8  # different things that ranks wait for, in one text
-EACH_NAMED = 100  # failed ranks that an error names one by one
+MAX_LINES = 20  # different ends in one text
+MAX_WAITS = 8  # different things that ranks wait for, in one text
+MAX_NAMED = 100  # failed ranks that an error names one by one
 
 
-def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
+def events_between(old: Status, new: Status, now: float) -> tuple[Event, ...]:
     """The events of one status write, oldest first."""
     changes = _changes(old, new)
     return tuple(Event(type=t, reason=r, message=m, at=now) for t, r, m in changes)
@@ -50,13 +56,13 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     ends: list[tuple[EventType, str, int, Exit]] = []
     for rank in after:
         was = before.get(rank.rank)
-        if rank.previous is not None and rank.previous not in _exits_of(was):
-            ends.append(("Warning", "RankRestarting", rank.rank, rank.previous))
+        if rank.previous_exit is not None and rank.previous_exit not in _exits_of(was):
+            ends.append(("Warning", "RankRestarting", rank.rank, rank.previous_exit))
         if rank.exit is not None and (was is None or was.exit != rank.exit):
             ends.append((*_kind_of_end(rank), rank.rank, rank.exit))
     yield from _folded(ends)
     if started:
-        yield "Normal", "RanksStarted", f"started: {some_spans(started)}"
+        yield "Normal", "RanksStarted", f"started: {limited_spans(started)}"
     is_ending = new.reason in (PhaseReason.FAILING, PhaseReason.CANCELLING) or new.failing
     is_shrunk = old.phase is Phase.READY and new.phase is Phase.PENDING and not is_ending
     if is_shrunk and new.world.below_minimum:
@@ -70,19 +76,19 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     for words in new.warnings:
         if words not in old.warnings:
             yield "Warning", "TrainingWarning", words
-    yield from _beside_the_ranks(old, new)
+    yield from _other_changes(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
     if new.phase is not old.phase:
         kind: EventType = "Warning" if new.phase is Phase.FAILED else "Normal"
-        yield kind, new.phase.capitalize(), status_in_words(new)
+        yield kind, new.phase.capitalize(), describe_status(new)
 
 
 def _exits_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
-    return (None, None) if was is None else (was.exit, was.previous)
+    return (None, None) if was is None else (was.exit, was.previous_exit)
 
 
-def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
+def _other_changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     was, mesh = old.mesh.state if old.mesh else MeshState.PENDING, new.mesh
     if mesh is not None and mesh.state not in (was, MeshState.PENDING):
         kind: EventType = "Warning" if mesh.state is MeshState.DEGRADED else "Normal"
@@ -102,11 +108,11 @@ def _stalls(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if stopped := sorted(set(new.stalled) - set(old.stalled)):
         is_one = len(stopped) == 1
         words = f"{'has' if is_one else 'have'} reported nothing, printed nothing and used no CPU"
-        yield "Warning", "RankStalled", f"{ranks_in_words(stopped)} {words} for stall_s"
+        yield "Warning", "RankStalled", f"{describe_ranks(stopped)} {words} for stall_s"
     alive = {r.rank for r in new.ranks if r.is_alive}
     if moving := sorted((set(old.stalled) - set(new.stalled)) & alive):
         verb = "moves" if len(moving) == 1 else "move"
-        yield "Normal", "RankMoves", f"{ranks_in_words(moving)} {verb} again"
+        yield "Normal", "RankMoves", f"{describe_ranks(moving)} {verb} again"
 
 
 def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:
@@ -138,9 +144,9 @@ def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank, ended in ends:
         groups.setdefault(_exit_text(ended), []).append(rank)
-    lines = [f"{ranks_in_words(own)}: {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
-    if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
-        lines.append(f"{ranks_in_words(rest)}: in {len(groups) - LINES_SHOWN} other ways")
+    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:MAX_LINES]]
+    if rest := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
+        lines.append(f"{describe_ranks(rest)}: in {len(groups) - MAX_LINES} other ways")
     return lines
 
 
@@ -149,34 +155,34 @@ def waiting_lines(ranks: Iterable[RankStatus]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.phase == "Pending":
-            groups.setdefault(visible(rank.message) or "starting", []).append(rank.rank)
-    lines = [f"{ranks_in_words(own)}: {text}" for text, own in list(groups.items())[:WAITS_SHOWN]]
-    if rest := [rank for own in list(groups.values())[WAITS_SHOWN:] for rank in own]:
-        others = len(groups) - WAITS_SHOWN
-        lines.append(f"{ranks_in_words(rest)}: wait for {others} other things")
+            groups.setdefault(escape_control(rank.message) or "starting", []).append(rank.rank)
+    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:MAX_WAITS]]
+    if rest := [rank for own in list(groups.values())[MAX_WAITS:] for rank in own]:
+        others = len(groups) - MAX_WAITS
+        lines.append(f"{describe_ranks(rest)}: wait for {others} other things")
     return lines
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"
+def describe_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {limited_spans(ranks)}"
 
 
-def exit_in_words(ended: Exit | RankExit) -> str:
+def describe_exit(ended: Exit | RankExit) -> str:
     """How the rank ended: `was killed by SIGSEGV (segmentation fault), exit code 139`."""
     code, reason = _code_and_reason(ended)
     if code is None:
         text = "ended with an exit code that could not be learned"
     elif ended.signal:
-        text = f"was killed by {_signal_in_words(ended.signal)}, exit code {code}"
+        text = f"was killed by {_describe_signal(ended.signal)}, exit code {code}"
     else:
         text = f"exited with code {code}"
-    why = visible(why_ended(reason, ended.message))
+    why = escape_control(describe_reason(reason, ended.message))
     return f"{text}: {why}" if why else text
 
 
-def attempt_in_words(ended: AttemptStatus) -> str:
+def describe_attempt(ended: AttemptStatus) -> str:
     """How an attempt that has ended did."""
-    return exit_in_words(
+    return describe_exit(
         Exit(
             code=ended.exit_code,
             at=ended.ended_at or 0.0,
@@ -187,7 +193,7 @@ def attempt_in_words(ended: AttemptStatus) -> str:
     )
 
 
-def _signal_in_words(name: str) -> str:
+def _describe_signal(name: str) -> str:
     known = signal.Signals.__members__.get(name)
     meaning = None if known is None else signal.strsignal(known)
     return f"{name} ({meaning.lower()})" if meaning else name
@@ -209,19 +215,19 @@ def _exit_text(ended: Exit | RankExit) -> str:
     text = f"exit_code={'unknown' if code is None else code} reason={reason}"
     if ended.signal:
         text += f" signal={ended.signal}"
-    why = why_ended(reason, ended.message) if reason in RANK_ENDS else ended.message
-    return f"{text}: {visible(why)}" if why else text
+    why = describe_reason(reason, ended.message) if reason in EXIT_REASONS else ended.message
+    return f"{text}: {escape_control(why)}" if why else text
 
 
-def end_in_words(training: Training) -> str:
+def describe_end(training: Training) -> str:
     """How a training ended, in one sentence."""
     status, name = training.status, training.name
     if status.phase is Phase.SUCCEEDED:
-        return f"{name} succeeded: {phase_in_words(status)}"
+        return f"{name} succeeded: {describe_phase(status)}"
     if status.phase is Phase.CANCELLED:
         is_removed = training.deletion_requested_at is not None and not training.spec.cancel
         return f"{name} was cancelled" + (": it is being removed" if is_removed else "")
-    return f"{name} failed: {describe_cause(status) or phase_in_words(status)}"
+    return f"{name} failed: {describe_cause(status) or describe_phase(status)}"
 
 
 def describe_cause(status: Status) -> str:
@@ -234,20 +240,22 @@ def describe_cause(status: Status) -> str:
         return ""
     times = cause.restart_count
     restarts = f"after {times} restart{'' if times == 1 else 's'}" if times else ""
-    alike = ranks_alike(status)
+    alike = ranks_with_same_failure(status)
     if len(alike) == 1:
         after = f" {restarts}" if restarts else ""
-        return f"rank {cause.rank} failed first{after}: it {exit_in_words(cause)}"
+        return f"rank {cause.rank} failed first{after}: it {describe_exit(cause)}"
     first = ", ".join(filter(None, (f"rank {cause.rank} first", restarts)))
     return f"{_who(alike, status)} failed alike: {_failure_text(cause)} ({first})"
 
 
-def ranks_alike(status: Status) -> list[int]:
+def ranks_with_same_failure(status: Status) -> list[int]:
     """The ranks that failed as the root cause did, that one included."""
     cause = status.root_cause
     if cause is None:
         return []
-    return [e.rank for e in status.rank_exits if e.rank == cause.rank or _is_alike(e, cause)]
+    return [
+        e.rank for e in status.rank_exits if e.rank == cause.rank or _has_same_failure(e, cause)
+    ]
 
 
 def describe_others(status: Status) -> list[str]:
@@ -255,7 +263,7 @@ def describe_others(status: Status) -> list[str]:
 
     `rank 2 failed after it: ConnectionError: …`, `ranks 4-7 were stopped by atoll`.
     """
-    cause, alike = status.root_cause, set(ranks_alike(status))
+    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
     groups: dict[str, list[int]] = {}
     for ended in status.rank_exits:
         if ended.rank in alike or not ended.is_failure:
@@ -264,69 +272,69 @@ def describe_others(status: Status) -> list[str]:
         text = f"failed{after}: {_failure_text(ended)}"
         groups.setdefault("" if is_stopped_by_atoll(ended) else text, []).append(ended.rank)
     stopped = groups.pop("", [])
-    lines = [f"{ranks_in_words(own)} {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
-    if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
-        lines.append(f"{ranks_in_words(rest)} failed in {len(groups) - LINES_SHOWN} other ways")
+    lines = [f"{describe_ranks(own)} {text}" for text, own in list(groups.items())[:MAX_LINES]]
+    if rest := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
+        lines.append(f"{describe_ranks(rest)} failed in {len(groups) - MAX_LINES} other ways")
     if stopped:
         verb = "was" if len(stopped) == 1 else "were"
-        lines.append(f"{ranks_in_words(stopped)} {verb} stopped by atoll")
+        lines.append(f"{describe_ranks(stopped)} {verb} stopped by atoll")
     return lines
 
 
 def is_stopped_by_atoll(ended: RankExit) -> bool:
     """Whether the rank ended because atoll told it to; one that fell after another did not."""
-    return ended.termination_reason == RankEnd.STOPPED
+    return ended.termination_reason == ExitReason.STOPPED
 
 
-def _is_alike(ended: RankExit, cause: RankExit) -> bool:
+def _has_same_failure(ended: RankExit, cause: RankExit) -> bool:
     is_own = ended.is_failure and not is_stopped_by_atoll(ended)
     return is_own and _failure_text(ended) == _failure_text(cause)
 
 
 def _failure_text(ended: RankExit) -> str:
     """The exception that ended a rank, or else how it ended."""
-    if ended.termination_reason == RankEnd.ERROR and ended.message:
-        return visible(ended.message)
-    return exit_in_words(ended)
+    if ended.termination_reason == ExitReason.ERROR and ended.message:
+        return escape_control(ended.message)
+    return describe_exit(ended)
 
 
 def _who(ranks: Sequence[int], status: Status) -> str:
     if len(ranks) < len(status.rank_exits):
-        return ranks_in_words(ranks)
+        return describe_ranks(ranks)
     return "both ranks" if len(ranks) == 2 else f"all {len(ranks)} ranks"
 
 
-def failure_in_words(training: Training) -> str:
+def describe_failure(training: Training) -> str:
     """Why a training failed: the cause first, then each failed rank, then its last lines."""
     status, cause = training.status, training.status.root_cause
     bad = [ended for ended in status.rank_exits if ended.is_failure]
     if cause is not None:
         bad.sort(key=lambda ended: ended.rank != cause.rank)
-    if len(bad) <= EACH_NAMED:
+    if len(bad) <= MAX_NAMED:
         reasons = [exit_line(ended.rank, ended) for ended in bad]
     else:
         reasons = exit_lines((ended.rank, ended) for ended in bad)
     if cause is None and (status.phase is Phase.FAILED or not reasons):
-        reasons.insert(0, phase_in_words(status))  # no rank is to blame
-    if len(ranks_alike(status)) > 1:
+        reasons.insert(0, describe_phase(status))  # no rank is to blame
+    if len(ranks_with_same_failure(status)) > 1:
         reasons.insert(0, describe_cause(status))
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
-        text += "".join(f"\n  {visible(line)}" for line in cause.log_tail[-TAIL_LINES:])
+        text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])
     return text
 
 
-def phase_in_words(status: Status) -> str:
+def describe_phase(status: Status) -> str:
     """Why a training is in its phase: its message, or else the meaning of its reason."""
-    why = status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
-    return visible(why)
+    why = status.message or describe_meaning(status.reason, PhaseReason) or status.phase.value
+    return escape_control(why)
 
 
-def status_in_words(status: Status) -> str:
+def describe_status(status: Status) -> str:
     """A status in one sentence."""
     world = status.world
-    if len(ranks_alike(status)) > 1:
+    if len(ranks_with_same_failure(status)) > 1:
         return describe_cause(status)
     if status.root_cause is not None:
         return exit_line(status.root_cause.rank, status.root_cause)
@@ -339,7 +347,7 @@ def status_in_words(status: Status) -> str:
     alive = sum(r.is_alive for r in status.ranks)
     if status.failing or status.reason == PhaseReason.CANCELLING:
         return f"stopping: {_count_ranks(alive)} still alive"
-    still = f"; stalled: {ranks_in_words(sorted(status.stalled))}" if status.stalled else ""
+    still = f"; stalled: {describe_ranks(sorted(status.stalled))}" if status.stalled else ""
     return f"{world.ready} of {world.target} ranks ready, min {world.min}{still}"
 
 

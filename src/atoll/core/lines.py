@@ -45,12 +45,12 @@ async def alines_of(chunks: AsyncIterable[bytes]) -> AsyncGenerator[str, None]:
         yield line
 
 
-def visible(line: str) -> str | None:
+def without_result(line: str) -> str | None:
     """The part of a rank's line that its program printed; None if all of it is a result."""
     text, mark, _ = line.partition(RESULT_MARK)
     return line if not mark else text or None
 
 
-def printed(lines: Iterable[str]) -> list[str]:
+def without_results(lines: Iterable[str]) -> list[str]:
     """The lines as their program printed them, without results."""
-    return [text for line in lines if (text := visible(line)) is not None]
+    return [text for line in lines if (text := without_result(line)) is not None]

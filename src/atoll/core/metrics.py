@@ -13,10 +13,10 @@ MACHINE = "machine/"
 MAX_COUNT = 2**53  # whole numbers to there are exact in every language that reads them
 MAX_TIME = 253_402_300_799.0  # the end of the year 9999, the last that a date can have
 
-Figure = float | str  # `nan`, `inf` and `-inf` are text
+MetricValue = float | str  # `nan`, `inf` and `-inf` are text
 
 
-class RankUse(NamedTuple):
+class RankUsage(NamedTuple):
     """What a rank uses of its machine: `cpu` in cores, `memory` in bytes, and so on."""
 
     rank: int
@@ -24,7 +24,7 @@ class RankUse(NamedTuple):
     figures: dict[str, float]
 
 
-class SeriesColumns(Model, frozen=True, omit_defaults=False):
+class MetricSeries(Model, frozen=True, omit_defaults=False):
     """One name of one rank over time, as columns.
 
     Each entry stands for `count` points, which it merges, and `bad` more that were not finite.
@@ -36,35 +36,35 @@ class SeriesColumns(Model, frozen=True, omit_defaults=False):
     attempt: list[int]
     step: list[int | None]
     at: list[float]
-    min: list[Figure]
-    mean: list[Figure]
-    max: list[Figure]
+    min: list[MetricValue]
+    mean: list[MetricValue]
+    max: list[MetricValue]
     count: list[int]
     bad: list[int]
 
 
-class SeriesList(Model, frozen=True, omit_defaults=False):
+class MetricSeriesList(Model, frozen=True, omit_defaults=False):
     """The series of a training, in order of name and rank."""
 
-    items: list[SeriesColumns]
+    items: list[MetricSeries]
     skipped: int = 0  # figures that were told and not kept
     missed: int = 0  # batches of figures that were told and lost before they were kept
     is_kept: bool = True  # False where the control plane keeps none
 
 
-class NewestFigure(Model, frozen=True, omit_defaults=False):
+class LatestMetric(Model, frozen=True, omit_defaults=False):
     """What a training reported last under one name: by the lowest rank that reports it."""
 
     training: str
     uid: str
     name: str
-    value: Figure
+    value: MetricValue
     step: int | None
     at: float
-    spark: list[Figure] = []  # the way there, in a few points
-    ranks: dict[str, Figure] = {}  # of each rank, where that was asked for
+    spark: list[MetricValue] = []  # the way there, in a few points
+    ranks: dict[str, MetricValue] = {}  # of each rank, where that was asked for
 
 
-class NewestFigures(Model, frozen=True, omit_defaults=False):
-    items: list[NewestFigure]
+class LatestMetricList(Model, frozen=True, omit_defaults=False):
+    items: list[LatestMetric]
     is_kept: bool = True  # False where the control plane keeps none

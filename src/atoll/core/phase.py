@@ -74,7 +74,7 @@ RULES = (
     Rule(lambda t: t.is_failing, Phase.PENDING, PhaseReason.FAILING),
     Rule(lambda t: t.is_cancelling, Phase.PENDING, PhaseReason.CANCELLING),
     Rule(lambda t: t.ready >= t.min, Phase.READY, PhaseReason.QUORUM_REACHED),
-    Rule(lambda t: not t.is_gate_open, Phase.PENDING, PhaseReason.WAITING_FOR_ROOM),
+    Rule(lambda t: not t.is_gate_open, Phase.PENDING, PhaseReason.WAITING_FOR_CAPACITY),
     Rule(lambda t: True, Phase.PENDING, PhaseReason.BELOW_MINIMUM),
 )
 

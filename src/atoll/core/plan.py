@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.core.attempts import superseded
+from atoll.core.attempts import superseded_attempts
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
-from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
-from atoll.core.clock import STEP_S, Time
+from atoll.core.bench import bench_after, bench_over, check_floor, holds_start, must_measure
+from atoll.core.clock import STEP_S, Now
 from atoll.core.conditions import set_condition
-from atoll.core.describe import narrate, status_in_words
+from atoll.core.describe import describe_status, events_between
 from atoll.core.errors import UDTerminalState
-from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase, Tally, advance
-from atoll.core.rank_ranges import some_spans
+from atoll.core.rank_ranges import limited_spans
 from atoll.core.ranks import (
     classify,
     final_exits,
@@ -30,35 +29,37 @@ from atoll.core.ranks import (
     merge_ranks,
     root_cause_of,
     waiting_message,
+    with_bounded_ends,
+    with_bounded_messages,
+    with_texts_of,
 )
 from atoll.core.reasons import PhaseReason
-from atoll.core.spec import WorldSize
+from atoll.core.spec import WorldSize, may_start
 from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (
     AttemptStatus,
     Condition,
     DesiredState,
     Event,
+    Observation,
     RankStatus,
     Resize,
-    Seen,
     Status,
     Training,
     WorldPoint,
     WorldStatus,
 )
-from atoll.core.texts import with_bounded_ends, with_bounded_messages, with_texts_seen
 from atoll.core.warnings import CONDITION, WARNED, find_warnings, merge_warnings
 
 STALE_S = 3.0  # how late an observation may be
-HISTORY_KEPT = 100
+MAX_HISTORY = 100
 
 
 class Apply(NamedTuple):
     desired: DesiredState
 
 
-class Release(NamedTuple):
+class Stop(NamedTuple):
     pass
 
 
@@ -66,19 +67,11 @@ class Measure(NamedTuple):
     """The link between two hosts, beside the ranks."""
 
 
-class Forget(NamedTuple):
+class Delete(NamedTuple):
     """Removes the logs and the record as well."""
 
 
-Action = Apply | Measure | Release | Forget
-
-
-class Moment(NamedTuple):
-    """One moment by three clocks."""
-
-    wall: float  # dates what happens
-    steady: float  # measures what happens here
-    there: float  # the executor's, which dates its ranks
+Action = Apply | Measure | Stop | Delete
 
 
 class Plan(NamedTuple):
@@ -89,53 +82,55 @@ class Plan(NamedTuple):
     attempts: tuple[AttemptStatus, ...] = ()  # that have a successor since the status before
 
 
-def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
+def plan(training: Training, observation: Observation, time: Now) -> Plan:
     """The status after `seen`, the actions to perform, and when to observe again at the latest."""
-    now = _moment(training.status, seen, time if isinstance(time, Time) else Time(time))
+    now = _now(training.status, observation, time)
     if training.status.phase.is_terminal:
-        return _after_the_end(training, seen, now)
-    original, training = training, _within_reach(training, seen)
-    status = _observed(training, seen, now)
-    status, actions = _decided(training, status, seen, now)
-    status = _concluded(training, status, seen, now)
-    if must_measure(training.spec, status, seen):
+        return _plan_after_end(training, observation, now)
+    original, training = training, _with_reachable_target(training, observation)
+    status = _merge_observation(training, observation, now)
+    status, actions = _decide(training, status, observation, now)
+    status = _conclude(training, status, observation, now)
+    if must_measure(training.spec, status, observation):
         actions = (*actions, Measure())
     if status.phase.is_terminal:
         actions = ()
-    events = narrate(training.status, status, now.wall)
+    events = events_between(training.status, status, now.wall)
     if status.phase.is_terminal and training is not original:
         events = (*events, _refusal(original, status.phase, now))
     return Plan(
         status,
         actions,
         events,
-        _requeue_after_s(training, status, seen, now),
-        superseded(training.status, status, seen),
+        _requeue_after_s(training, status, observation, now),
+        superseded_attempts(training.status, status, observation),
     )
 
 
-def _moment(status: Status, seen: Seen, time: Time) -> Moment:
-    there = time.steady + status.clock_skew if seen.at is None else seen.at
-    return Moment(time.wall, time.steady, there)
+def _now(status: Status, observation: Observation, time: Now) -> Now:
+    executor = time.monotonic + status.clock_skew if observation.at is None else observation.at
+    return time._replace(executor=executor)
 
 
-def _counted_from(status: Status, what: str, wall: float) -> float:
+def _started_monotonic(status: Status, what: str, wall: float) -> float:
     """The steady time of what the wall clock dated `wall`."""
-    return status.counted_from.get(what, wall)
+    return status.started_monotonic.get(what, wall)
 
 
-def _counting(status: Status, what: str, now: Moment) -> dict[str, float]:
+def _with_monotonic(status: Status, what: str, now: Now) -> dict[str, float]:
     """With the steady time of something that happens now, where it is not that of the wall."""
-    if now.steady == now.wall:
-        return status.counted_from
-    return {**status.counted_from, what: now.steady}
+    if now.monotonic == now.wall:
+        return status.started_monotonic
+    return {**status.started_monotonic, what: now.monotonic}
 
 
-def _observed(training: Training, seen: Seen, now: Moment) -> Status:
+def _merge_observation(training: Training, observation: Observation, now: Now) -> Status:
     """The status with its ranks as observed, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
     merged = with_bounded_ends(
-        merge_ranks([*old.ranks, *old.removed_ranks], seen, training.spec, now.there).values()
+        merge_ranks(
+            [*old.ranks, *old.removed_ranks], observation, training.spec, now.executor
+        ).values()
     )
     discarded_attempts = dict(old.discarded_attempts)
     ranks, removed_ranks = [], []
@@ -152,13 +147,13 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
             discarded_attempts[rank.rank] = rank.attempt
     target = world.target
     started = [r.started_at for r in (*ranks, *removed_ranks) if r.started_at is not None]
-    skew = now.there - now.steady
-    bench_from = _counted_from(old, "bench", old.bench.started_at or now.steady)
-    bench = bench_after(training, old.bench, seen, now.wall, now.steady - bench_from)
+    skew = now.executor - now.monotonic
+    bench_from = _started_monotonic(old, "bench", old.bench.started_at or now.monotonic)
+    bench = bench_after(training, old.bench, observation, now.wall, now.monotonic - bench_from)
     if old.phase is Phase.NONE:
-        old = replace(old, counted_from=_counting(old, "created", now))
+        old = replace(old, started_monotonic=_with_monotonic(old, "created", now))
     if bench.started_at is not None and old.bench.started_at is None:
-        old = replace(old, counted_from=_counting(old, "bench", now))
+        old = replace(old, started_monotonic=_with_monotonic(old, "bench", now))
     status = replace(
         old,
         ranks=[
@@ -168,45 +163,47 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
         removed_ranks=[classify(r, training.spec) for r in removed_ranks],
         discarded_attempts=discarded_attempts,
         started_at=old.started_at if old.started_at is not None else min(started, default=None),
-        rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
-        mesh=seen.mesh or old.mesh,
-        gate_opened_at=seen.gate_opened_at if old.gate_opened_at is None else old.gate_opened_at,
+        rendezvous_endpoint=observation.rendezvous_endpoint or old.rendezvous_endpoint,
+        mesh=observation.mesh or old.mesh,
+        gate_opened_at=observation.gate_opened_at
+        if old.gate_opened_at is None
+        else old.gate_opened_at,
         bench=bench,
-        stalled=stalled_ranks(training, ranks, seen, now.wall),
-        warnings=merge_warnings(old.warnings, find_warnings(training, ranks, seen.rounds)),
+        stalled=stalled_ranks(training, ranks, observation, now.wall),
+        warnings=merge_warnings(old.warnings, find_warnings(training, ranks, observation.rounds)),
         clock_skew=old.clock_skew if abs(skew - old.clock_skew) <= STEP_S else round(skew, 3),
     )
-    is_first = _let_go_at(old, seen) is None
-    let_go_at = _let_go_at(status, seen)
+    is_first = _released_at(old, observation) is None
+    let_go_at = _released_at(status, observation)
     if is_first and let_go_at is not None and abs(skew) > STEP_S:
-        counted = {**status.counted_from, "let go": let_go_at - skew}
-        status = replace(status, counted_from=counted)
+        counted = {**status.started_monotonic, "let go": let_go_at - skew}
+        status = replace(status, started_monotonic=counted)
     return status
 
 
-def _decided(
-    training: Training, status: Status, seen: Seen, now: Moment
+def _decide(
+    training: Training, status: Status, observation: Observation, now: Now
 ) -> tuple[Status, tuple[Action, ...]]:
     """Decides to stop, start or resize, and whether the training must fail."""
     world = training.spec.world_size
     is_cancelling = training.is_cancelling
-    if not status.failing and (not is_cancelling or _has_fallen(status, world)):
-        reason, message = _reason_to_fail(training, status, seen, now)
+    if not status.failing and (not is_cancelling or _has_failed_by_itself(status, world)):
+        reason, message = _reason_to_fail(training, status, observation, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
-        is_held = seen.desired is not None and _alive(status, seen, now) > 0
-        return _asking(status, seen, 0, now) if is_held else (status, ())
-    if status.gate_opened_at is None and not _may_start(training, status, seen, now):
+        is_launched = observation.desired is not None and _alive(status, observation, now) > 0
+        return _request(status, observation, 0, now) if is_launched else (status, ())
+    if status.gate_opened_at is None and not _may_start(training, status, observation, now):
         return status, ()
-    if status.gate_opened_at is None and not seen.has_gate:
+    if status.gate_opened_at is None and not observation.has_gate:
         status = replace(status, gate_opened_at=now.wall)
-    if seen.desired is None and status.has_run:
+    if observation.desired is None and status.has_run:
         return status, ()  # the wish is late or lost; asking again would start ranks twice
-    size = world.target if seen.room is None else min(world.target, seen.room)
-    return _asking(status, seen, size, now) if size else (status, ())
+    size = world.target if observation.capacity is None else min(world.target, observation.capacity)
+    return _request(status, observation, size, now) if size else (status, ())
 
 
-def _has_fallen(status: Status, world: WorldSize) -> bool:
+def _has_failed_by_itself(status: Status, world: WorldSize) -> bool:
     """Whether all ranks ended by themselves and too many failed: there is nothing to cancel."""
     if status.desired is not None and status.desired.size == 0:
         return False  # they were told to stop before
@@ -215,8 +212,8 @@ def _has_fallen(status: Status, world: WorldSize) -> bool:
     return len(ended) == len(ranks) and sum(map(is_lost, ended)) > world.target - world.min
 
 
-def _asking(
-    status: Status, seen: Seen, size: int, now: Moment
+def _request(
+    status: Status, observation: Observation, size: int, now: Now
 ) -> tuple[Status, tuple[Action, ...]]:
     """Records the wish for `size` ranks, and applies it unless the executor already has it."""
     discarded_attempts = {
@@ -232,14 +229,14 @@ def _asking(
     status = replace(
         status,
         desired=desired,
-        desired_at=now.steady if seen.desired is None else status.desired_at,
+        desired_at=now.monotonic if observation.desired is None else status.desired_at,
     )
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
-    is_kept = seen.desired == desired and (seen.is_supervised or not is_work_left)
-    return status, () if is_kept else (Apply(desired),)
+    is_applied = observation.desired == desired and (observation.is_supervised or not is_work_left)
+    return status, () if is_applied else (Apply(desired),)
 
 
-def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> Status:
+def _conclude(training: Training, status: Status, observation: Observation, now: Now) -> Status:
     """The status with phase, world, messages and conditions; with the exits at the end."""
     old, world = training.status, training.spec.world_size
     wanted = [r for r in status.ranks if r.rank < world.target and not is_lost(r)]
@@ -249,7 +246,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> S
         wanted=len(wanted),
         ready=ready,
         succeeded=sum(r.phase == "Succeeded" for r in wanted),
-        alive=_alive(status, seen, now),
+        alive=_alive(status, observation, now),
         is_failing=bool(status.failing),
         is_cancelling=training.is_cancelling,
         is_gate_open=status.gate_opened_at is not None,
@@ -262,12 +259,14 @@ def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> S
         reason=status.failing or verdict.reason,
         observed_generation=training.generation,
         world=WorldStatus.of(ready, world),
-        ranks=with_bounded_messages(waiting_message(r, status, seen, world) for r in status.ranks),
+        ranks=with_bounded_messages(
+            waiting_message(r, status, observation, world) for r in status.ranks
+        ),
     )
     if verdict.phase.is_terminal:
         root = root_cause_of(status, world) if verdict.phase is Phase.FAILED else None
         if root is not None:
-            root = with_texts_seen(root, seen)
+            root = with_texts_of(root, observation)
             ranks = [root if r.rank == root.rank else r for r in status.ranks]
             status = replace(status, ranks=ranks)
         exits = final_exits(status, root)
@@ -275,25 +274,25 @@ def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> S
             status,
             stalled={},
             ended_at=now.wall,
-            counted_from=_counting(status, "ended", now),
+            started_monotonic=_with_monotonic(status, "ended", now),
             bench=bench_over(training.spec, status.bench, now.wall),
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
         )
-    status = replace(status, message=status_in_words(status))
+    status = replace(status, message=describe_status(status))
     status = replace(status, conditions=_conditions(old, status, now.wall))
     return _with_history(old, status, now.wall)
 
 
-def _after_the_end(training: Training, seen: Seen, now: Moment) -> Plan:
+def _plan_after_end(training: Training, observation: Observation, now: Now) -> Plan:
     """Releases what the training holds, then removes the record in time. Its phase stays."""
     status, spec = training.status, training.spec
     # The last reports of ranks come after their ends.
-    warnings = merge_warnings(status.warnings, find_warnings(training, (), seen.rounds))
+    warnings = merge_warnings(status.warnings, find_warnings(training, (), observation.rounds))
     if warnings != status.warnings:
         warned = replace(status, warnings=warnings)
         warned = replace(warned, conditions=_conditions(status, warned, now.wall))
-        return Plan(warned, events=narrate(status, warned, now.wall), requeue_after_s=0.0)
+        return Plan(warned, events=events_between(status, warned, now.wall), requeue_after_s=0.0)
     if training.generation != status.observed_generation:
         is_edited = training.deletion_requested_at is None
         return Plan(
@@ -302,83 +301,92 @@ def _after_the_end(training: Training, seen: Seen, now: Moment) -> Plan:
             requeue_after_s=0.0,
         )
     if not status.is_released:
-        is_measuring = seen.bench is not None and seen.bench.state == "running"
-        if seen.desired is not None or seen.ranks or seen.is_supervised or is_measuring:
-            return Plan(status, (Release(),), requeue_after_s=0.0)
+        is_measuring = observation.bench is not None and observation.bench.state == "running"
+        if (
+            observation.desired is not None
+            or observation.ranks
+            or observation.is_supervised
+            or is_measuring
+        ):
+            return Plan(status, (Stop(),), requeue_after_s=0.0)
         return Plan(replace(status, is_released=True), requeue_after_s=0.0)
     if training.deletion_requested_at is not None:
-        return Plan(status, (Forget(),))
+        return Plan(status, (Delete(),))
     if spec.ttl_seconds is None:
         return Plan(status)
-    ended_at = _counted_from(status, "ended", status.ended_at or 0.0)
-    left = ended_at + spec.ttl_seconds - now.steady
-    return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
+    ended_at = _started_monotonic(status, "ended", status.ended_at or 0.0)
+    left = ended_at + spec.ttl_seconds - now.monotonic
+    return Plan(status, (Delete(),)) if left <= 0 else Plan(status, requeue_after_s=left)
 
 
-def _within_reach(training: Training, seen: Seen) -> Training:
+def _with_reachable_target(training: Training, observation: Observation) -> Training:
     """The training with a target it can reach: a scale-up may arrive after all ranks have ended."""
     world = training.spec.world_size
     if (
-        not seen.is_closed
-        or seen.desired is None
-        or not world.min <= seen.desired.size < world.target
+        not observation.is_closed
+        or observation.desired is None
+        or not world.min <= observation.desired.size < world.target
     ):
         return training
-    world = replace(world, target=seen.desired.size)
+    world = replace(world, target=observation.desired.size)
     return replace(training, spec=replace(training.spec, world_size=world))
 
 
-def _refusal(training: Training, phase: Phase, now: Moment) -> Event:
+def _refusal(training: Training, phase: Phase, now: Now) -> Event:
     """The event for a spec that was changed after the end, where the store cannot refuse that."""
     refused = UDTerminalState(phase, training.spec.world_size.target)
     return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now.wall)
 
 
-def _reason_to_fail(training: Training, status: Status, seen: Seen, now: Moment) -> tuple[str, str]:
+def _reason_to_fail(
+    training: Training, status: Status, observation: Observation, now: Now
+) -> tuple[str, str]:
     spec, world = training.spec, training.spec.world_size
-    if seen.fault:
-        return PhaseReason.EXECUTOR_REFUSED, seen.fault
-    has_no_record = seen.desired is None and not seen.is_supervised
+    if observation.fault:
+        return PhaseReason.EXECUTOR_REFUSED, observation.fault
+    has_no_record = observation.desired is None and not observation.is_supervised
     if has_no_record and status.has_run and not _may_be_late(status, now):
         words = f"the {training.executor} executor has lost all record of the ranks"
         return PhaseReason.EXECUTOR_LOST, words
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return PhaseReason.RANK_FAILED, ""
-    left = _deadline_in_s(training, status, seen, now)
+    left = _deadline_in_s(training, status, observation, now)
     if left is not None and left <= 0:
         words = f"still running {spec.deadline_s:g} s after the start"
         return PhaseReason.DEADLINE_EXCEEDED, words
-    return why_refused(spec, status)
+    return check_floor(spec, status)
 
 
-def _let_go_at(status: Status, seen: Seen) -> float | None:
+def _released_at(status: Status, observation: Observation) -> float | None:
     """When ranks were let go, by the executor's clock: by its gate, or by being started."""
-    return status.gate_opened_at if seen.has_gate else status.started_at
+    return status.gate_opened_at if observation.has_gate else status.started_at
 
 
-def _deadline_in_s(training: Training, status: Status, seen: Seen, now: Moment) -> float | None:
+def _deadline_in_s(
+    training: Training, status: Status, observation: Observation, now: Now
+) -> float | None:
     """It is over when the executor's clock and the steady one both say so: neither a clock that was
     set counts, nor a machine that was off."""
-    let_go_at, deadline_s = _let_go_at(status, seen), training.spec.deadline_s
+    let_go_at, deadline_s = _released_at(status, observation), training.spec.deadline_s
     if let_go_at is None or deadline_s is None:
         return None
-    steady = _counted_from(status, "let go", let_go_at)
-    return deadline_s - min(now.there - let_go_at, now.steady - steady)
+    monotonic = _started_monotonic(status, "let go", let_go_at)
+    return deadline_s - min(now.executor - let_go_at, now.monotonic - monotonic)
 
 
-def _may_start(training: Training, status: Status, seen: Seen, now: Moment) -> bool:
+def _may_start(training: Training, status: Status, observation: Observation, now: Now) -> bool:
     """Whether the executor may be asked for ranks. Without a gate it starts them at once."""
     if holds_start(training.spec, status.bench):
         return False
-    is_grace_over = now.steady >= _grace_end(training, status)
-    return seen.room is None or may_start(
-        seen.room, training.spec.world_size, is_grace_over=is_grace_over
+    is_grace_over = now.monotonic >= _grace_end(training, status)
+    return observation.capacity is None or may_start(
+        observation.capacity, training.spec.world_size, is_grace_over=is_grace_over
     )
 
 
 def _grace_end(training: Training, status: Status) -> float:
-    created_at = _counted_from(status, "created", training.created_at)
+    created_at = _started_monotonic(status, "created", training.created_at)
     return created_at + training.spec.start_grace_s
 
 
@@ -386,21 +394,21 @@ def _is_discarded(rank: RankStatus, discarded_attempts: dict[int, int], target: 
     return rank.rank < target and rank.attempt <= discarded_attempts.get(rank.rank, -1)
 
 
-def _may_be_late(status: Status, now: Moment) -> bool:
+def _may_be_late(status: Status, now: Now) -> bool:
     """Whether an observation without ranks may date from before the executor was asked."""
-    return status.desired_at is not None and now.steady < status.desired_at + STALE_S
+    return status.desired_at is not None and now.monotonic < status.desired_at + STALE_S
 
 
-def _alive(status: Status, seen: Seen, now: Moment) -> int:
+def _alive(status: Status, observation: Observation, now: Now) -> int:
     """The number of ranks that are alive or may still be started under the accepted wish."""
     ranks = (*status.ranks, *status.removed_ranks)
     alive = sum(r.is_alive for r in ranks)
-    if seen.desired is None:
-        return alive + (seen.is_supervised or _may_be_late(status, now))
-    if seen.desired != status.desired:
+    if observation.desired is None:
+        return alive + (observation.is_supervised or _may_be_late(status, now))
+    if observation.desired != status.desired:
         return alive + 1  # the effect of the newest wish is not known yet
-    unsettled = seen.desired.size - sum(_is_settled(r, seen.desired) for r in ranks)
-    return alive + unsettled + seen.unsettled
+    unsettled = observation.desired.size - sum(_is_settled(r, observation.desired) for r in ranks)
+    return alive + unsettled + observation.unsettled
 
 
 def _is_settled(rank: RankStatus, desired: DesiredState) -> bool:
@@ -427,11 +435,11 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     if status.warnings:
         wanted.append((CONDITION, True, WARNED, "; ".join(status.warnings)))
     if lost:
-        message = f"lost for good: {some_spans(lost)}"
+        message = f"lost for good: {limited_spans(lost)}"
         wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))
     ranks = (*status.ranks, *status.removed_ranks)
-    if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_backends_word]:
-        message = f"the executor reported the exits of {some_spans(silent)}: they left no record"
+    if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_from_backend]:
+        message = f"the executor reported the exits of {limited_spans(silent)}: they left no record"
         wanted.append(("ExitsFromBackend", True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message
@@ -454,7 +462,7 @@ def _with_history(old: Status, status: Status, now: float) -> Status:
     was, world = old.world, status.world
     if (was.target, was.ready) != (world.target, world.ready):
         point = WorldPoint(at=now, target=world.target, ready=world.ready)
-        history = [*status.world_size_history, point][-HISTORY_KEPT:]
+        history = [*status.world_size_history, point][-MAX_HISTORY:]
         status = replace(status, world_size_history=history)
     if was.target and was.target != world.target:
         resize = Resize(from_target=was.target, to_target=world.target, at=now)
@@ -462,20 +470,22 @@ def _with_history(old: Status, status: Status, now: float) -> Status:
     return status
 
 
-def _requeue_after_s(training: Training, status: Status, seen: Seen, now: Moment) -> float | None:
+def _requeue_after_s(
+    training: Training, status: Status, observation: Observation, now: Now
+) -> float | None:
     if status.phase.is_terminal:
         return 0.0
     times = []  # seconds from now
-    deadline_in_s = _deadline_in_s(training, status, seen, now)
+    deadline_in_s = _deadline_in_s(training, status, observation, now)
     if status.gate_opened_at is None:
-        times.append(_grace_end(training, status) - now.steady)
+        times.append(_grace_end(training, status) - now.monotonic)
     if deadline_in_s is not None and not status.failing:
         times.append(deadline_in_s)
     if status.bench.phase == "Running" and status.bench.started_at is not None:
-        started_at = _counted_from(status, "bench", status.bench.started_at)
-        times.append(started_at + BENCH_LIMIT_S - now.steady)
+        started_at = _started_monotonic(status, "bench", status.bench.started_at)
+        times.append(started_at + BENCH_LIMIT_S - now.monotonic)
     if status.desired_at is not None:
-        times.append(status.desired_at + STALE_S - now.steady)
+        times.append(status.desired_at + STALE_S - now.monotonic)
     lost = [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]
-    times += [at - now.there for at in lost]
+    times += [at - now.executor for at in lost]
     return min((t for t in times if t > 0), default=None)

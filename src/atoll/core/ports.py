@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from atoll.core.errors import Permanent
-from atoll.core.executors import Home
-from atoll.core.metrics import RankUse
+from atoll.core.executors import PlaneContext
+from atoll.core.metrics import RankUsage
 from atoll.core.model import Model
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
@@ -21,7 +21,7 @@ from atoll.core.status import (
     Event,
     Followup,
     LogLine,
-    Seen,
+    Observation,
     Status,
     Training,
 )
@@ -45,14 +45,14 @@ class Executor:
     SUPPORTS: ClassVar[Sequence[Limit]] = (NO_STALL_RESTART,)
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> Executor:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> Executor:
         """Built from `[executors.NAME]`, not yet connected to anything. Raises ValidationError
         naming the option that is wrong, and Permanent where this machine lacks something, such as
         credentials."""
         raise NotImplementedError
 
     @classmethod
-    def preview(cls, options: Any, home: Home, training: Training) -> str | None:
+    def preview(cls, options: Any, home: PlaneContext, training: Training) -> str | None:
         """What the backend would be sent, as text; None where nothing is submitted."""
         return None
 
@@ -70,7 +70,7 @@ class Executor:
         """
         raise NotImplementedError
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         """All ranks of the training, in one request to the backend. Raises Temporary if it fails.
 
         It changes nothing: work that the observation makes necessary is in `Seen.chores`.
@@ -120,7 +120,7 @@ class Executor:
         """What a user should know of the backend, in sentences."""
         return ()
 
-    async def machine_use(self) -> dict[str, list[RankUse]]:
+    async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What ranks on this machine use of it, by the uid of their training."""
         return {}
 
@@ -130,9 +130,12 @@ class Executor:
         """Raises ValidationError, naming the field, for a spec that can never run here."""
         check_supported(spec, self.SUPPORTS, self.options)
 
-    async def try_out(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError with the backend's words if that says it will never take the spec.
-        Nothing is started; a backend that does not answer refuses nothing."""
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Asks the backend whether it would take a training with this spec, and creates nothing.
+
+        Raises ValidationError with the backend's reason if it never will. A backend that does not
+        answer refuses nothing.
+        """
 
     def missing_path(self, spec: TrainingSpec) -> str | None:
         """A directory or script of this machine that the spec names and that is not there."""
@@ -168,7 +171,7 @@ class Executor:
         """
         raise NotImplementedError
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
         """The place (`PlacedLine.at`) of the last `tail` lines of each rank that has a log."""
@@ -177,7 +180,7 @@ class Executor:
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,

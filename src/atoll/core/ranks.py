@@ -6,84 +6,109 @@ the one rank that made a training fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from atoll.core.describe import exit_in_words
-from atoll.core.exceptions import exception_in
-from atoll.core.lines import printed
-from atoll.core.reasons import PhaseReason, RankEnd
+from atoll.core.describe import describe_exit
+from atoll.core.lines import without_results
+from atoll.core.reasons import ExitReason, PhaseReason
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Seen, SeenRank, Status
+from atoll.core.status import (
+    Exit,
+    Observation,
+    ObservedRank,
+    RankExit,
+    RankPhase,
+    RankStatus,
+    Status,
+)
 
-LOST_AFTER_S = 3.0  # a rank that ran and is not seen any more is given up after this
-# Failures closer together than this have one cause: peers fail because the first one did.
+# A running rank that no observation shows is given up after this: longer than an observation may
+# be late (`plan.STALE_S`), short enough that a lost host is noticed within 5 s.
+LOST_AFTER_S = 3.0
+# Failures closer together than this have one cause: peers fail because the first one did. NCCL and
+# gloo give up on a lost peer within seconds to half a minute.
 CASCADE_S = 60.0
+# Text of all ranks in one status, of their ends and of what they wait for: a Kubernetes object may
+# have 1.5 MB, and thousands of ranks may each end with different lines.
+MAX_TEXT_BYTES = 64 * 1024
+MAX_EXCEPTION_CHARS = 500  # of the last line of a traceback; some print whole tensors
+OMITTED = "omitted: too many ranks wait for different things"
+
+_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+_FRAME = re.compile(r'Traceback \(most recent call last\):|  File ".*", line \d+')
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(:\s.*)?")
+# Of torchrun's report on a process that printed nothing when it ended.
+_SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(SIG\w+\) received by PID \d+)")
 
 
 def merge_ranks(
-    known: Sequence[RankStatus], seen: Seen, spec: TrainingSpec, now: float
+    known: Sequence[RankStatus], observation: Observation, spec: TrainingSpec, now: float
 ) -> dict[int, RankStatus]:
     """Every rank ever known, by number, as of `seen`."""
     merged = {r.rank: r for r in known}
-    looks = {look.rank: look for look in seen.ranks}
-    for rank, look in looks.items():
-        merged[rank] = _merge(merged.get(rank), look, now)
+    observed_ranks = {observed_rank.rank: observed_rank for observed_rank in observation.ranks}
+    for rank, observed_rank in observed_ranks.items():
+        merged[rank] = _merge(merged.get(rank), observed_rank, now)
     for rank, before in merged.items():
-        if before.is_alive and rank not in looks:
+        if before.is_alive and rank not in observed_ranks:
             merged[rank] = _missing(before, now)
-        elif before.is_stopping and rank not in looks:
+        elif before.is_stopping and rank not in observed_ranks:
             merged[rank] = replace(before, is_stopping=False)  # it never ran
-        elif before.attempt < 0 and rank not in looks:
+        elif before.attempt < 0 and rank not in observed_ranks:
             merged[rank] = replace(before, message="")  # an earlier pass wrote it
     return merged
 
 
-def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
-    before = before or RankStatus(rank=look.rank)
-    is_older = look.attempt < before.attempt
-    is_undone = look.attempt == before.attempt and before.exit is not None
+def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -> RankStatus:
+    before = before or RankStatus(rank=observed_rank.rank)
+    is_older = observed_rank.attempt < before.attempt
+    is_undone = observed_rank.attempt == before.attempt and before.exit is not None
     if is_older or is_undone:
         return replace(before, missing_since=None)
-    if before.is_alive and look.attempt > before.attempt:
+    if before.is_alive and observed_rank.attempt > before.attempt:
         # Its end was never seen; it had ended by the time its successor started.
-        before = _ended(before, _unlearned(look.started_at or now, "its end was not seen"))
+        before = _ended(before, _unlearned(observed_rank.started_at or now, "its end was not seen"))
     after = replace(
         before,
-        pod_name=look.pod_name or before.pod_name,
-        node=look.host or before.node,
-        provider=look.provider or before.provider,
-        region=look.region or before.region,
-        message=look.message,
+        pod_name=observed_rank.pod_name or before.pod_name,
+        node=observed_rank.host or before.node,
+        provider=observed_rank.provider or before.provider,
+        region=observed_rank.region or before.region,
+        message=observed_rank.message,
         missing_since=None,
-        is_stopping=look.is_stopping or (before.is_stopping and look.attempt == before.attempt),
+        is_stopping=observed_rank.is_stopping
+        or (before.is_stopping and observed_rank.attempt == before.attempt),
     )
-    if look.state == "waiting":
+    if observed_rank.state == "waiting":
         return after
     after = replace(
         after,
-        attempt=look.attempt,
-        restarts=look.restarts,
-        started_at=None if look.started_at is None else in_ms(look.started_at),
-        metered_s=after.metered_s if look.earlier_s is None else in_ms(look.earlier_s),
-        previous=_previous(before, look),
+        attempt=observed_rank.attempt,
+        restarts=observed_rank.restarts,
+        started_at=None if observed_rank.started_at is None else in_ms(observed_rank.started_at),
+        metered_s=after.metered_s
+        if observed_rank.metered_s is None
+        else in_ms(observed_rank.metered_s),
+        previous_exit=_previous(before, observed_rank),
         exit=None,
     )
-    return after if look.exit is None else _ended(after, look.exit)
+    return after if observed_rank.exit is None else _ended(after, observed_rank.exit)
 
 
-def _previous(before: RankStatus, look: SeenRank) -> Exit | None:
-    if look.previous is not None:
-        return explained(_dated_in_ms(look.previous))
-    return before.exit if look.attempt > before.attempt else before.previous
+def _previous(before: RankStatus, observed_rank: ObservedRank) -> Exit | None:
+    if observed_rank.previous_exit is not None:
+        return with_explanation(_dated_in_ms(observed_rank.previous_exit))
+    return before.exit if observed_rank.attempt > before.attempt else before.previous_exit
 
 
 def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     metered_s = in_ms(rank.metered_s + metered_for(rank.started_at, exit))
     return replace(
         rank,
-        exit=explained(_dated_in_ms(exit)),
+        exit=with_explanation(_dated_in_ms(exit)),
         metered_s=metered_s,
         missing_since=None,
         is_stopping=False,
@@ -107,16 +132,16 @@ def _dated_in_ms(exit: Exit) -> Exit:
     return replace(exit, at=in_ms(exit.at), failed_at=failed_at)
 
 
-def explained(exit: Exit) -> Exit:
+def with_explanation(exit: Exit) -> Exit:
     """The exit with its last lines as printed; with the exception in them if it says nothing."""
-    tail = printed(exit.log_tail)
+    tail = without_results(exit.log_tail)
     # An uncaught exception of Python ends with code 1; another code was chosen by the program.
-    is_silent = exit.code == 1 and exit.reason == RankEnd.ERROR and not exit.message
+    is_silent = exit.code == 1 and exit.reason == ExitReason.ERROR and not exit.message
     return replace(exit, log_tail=tail, message=exception_in(tail) if is_silent else exit.message)
 
 
 def _unlearned(at: float, message: str) -> Exit:
-    return Exit(code=None, at=at, reason=RankEnd.VANISHED, message=message)
+    return Exit(code=None, at=at, reason=ExitReason.VANISHED, message=message)
 
 
 def _missing(before: RankStatus, now: float) -> RankStatus:
@@ -129,7 +154,7 @@ def _missing(before: RankStatus, now: float) -> RankStatus:
 def is_discardable(exit: Exit) -> bool:
     """Whether an attempt that ended so does not count if the rank is wanted again: atoll stopped
     it, or the executor lost it."""
-    return exit.is_stopped or exit.reason == RankEnd.VANISHED
+    return exit.is_stopped or exit.reason == ExitReason.VANISHED
 
 
 def classify(rank: RankStatus, spec: TrainingSpec, *, is_discarded: bool = False) -> RankStatus:
@@ -142,7 +167,7 @@ def _phase(rank: RankStatus, spec: TrainingSpec, is_discarded: bool) -> RankPhas
     if rank.exit is None:
         return "Pending"
     has_budget = rank.restarts < spec.max_restarts
-    if rank.exit.reason == RankEnd.VANISHED and not has_budget:
+    if rank.exit.reason == ExitReason.VANISHED and not has_budget:
         return "Failed"
     if is_discarded:
         return "Pending"
@@ -158,12 +183,14 @@ def is_lost(rank: RankStatus) -> bool:
     return rank.phase == "Failed"
 
 
-def waiting_message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> RankStatus:
+def waiting_message(
+    rank: RankStatus, status: Status, observation: Observation, world: WorldSize
+) -> RankStatus:
     """The rank with a message that says what it waits for, or how it ended."""
-    return replace(rank, message=_message(rank, status, seen, world))
+    return replace(rank, message=_message(rank, status, observation, world))
 
 
-def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> str:
+def _message(rank: RankStatus, status: Status, observation: Observation, world: WorldSize) -> str:
     if rank.rank >= world.target and (rank.is_alive or rank.is_stopping):
         return "stopping: scaled down"
     if rank.phase == "Running" and rank.is_stopping:
@@ -172,17 +199,18 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
     if rank.phase == "Running":
         return rank.message
     if rank.phase != "Pending":
-        return exit_in_words(rank.exit) if rank.exit else ""
+        return describe_exit(rank.exit) if rank.exit else ""
     if status.gate_opened_at is None and status.bench.phase in ("Pending", "Running"):
         return f"start gate: the link must be measured first; {status.bench.message}"
-    if status.gate_opened_at is None and seen.room is not None and not seen.has_gate:
-        return f"start gate: room for {seen.room} of {world.target} ranks; {seen.message}"
-    if seen.room is not None and rank.rank >= seen.room:
-        return f"no room: {seen.message}"
+    capacity, message = observation.capacity, observation.message
+    if status.gate_opened_at is None and capacity is not None and not observation.has_gate:
+        return f"start gate: capacity for {capacity} of {world.target} ranks; {message}"
+    if capacity is not None and rank.rank >= capacity:
+        return f"no capacity: {message}"
     if rank.exit is not None and not is_discardable(rank.exit):
-        return f"restarting: it {exit_in_words(rank.exit)}"
+        return f"restarting: it {describe_exit(rank.exit)}"
     # What the executor says of this rank; what it says of all is for those it cannot place.
-    return rank.message or seen.message or "starting"
+    return rank.message or observation.message or "starting"
 
 
 def root_cause_of(status: Status, world: WorldSize) -> RankStatus | None:
@@ -239,3 +267,100 @@ def final_record(rank: RankStatus, *, collateral: bool) -> RankExit:
         message=ended.message,
         log_tail=ended.log_tail,
     )
+
+
+class TextBudget:
+    """Counts the bytes of texts up to a limit. A text that several ranks share counts once."""
+
+    def __init__(self, max_bytes: int = MAX_TEXT_BYTES) -> None:
+        self._left = max_bytes
+        self._known: set[str] = set()
+
+    def takes(self, *texts: str) -> bool:
+        """Whether these fit, too; if they do, they are counted."""
+        news = {text for text in texts if text not in self._known}
+        cost = sum(len(text.encode(errors="replace")) for text in news)
+        if cost > self._left:
+            return False
+        self._left -= cost
+        self._known |= news
+        return True
+
+
+def with_bounded_ends(ranks: Iterable[RankStatus]) -> dict[int, RankStatus]:
+    """The ranks by number; only those that ended first keep their messages and last lines."""
+    budget, bounded = TextBudget(), {r.rank: r for r in ranks}
+    ended = [r for r in bounded.values() if r.exit is not None or r.previous_exit is not None]
+    for rank in sorted(ended, key=_end_order):
+        bounded[rank.rank] = replace(
+            rank,
+            exit=_bounded(rank.exit, budget),
+            previous_exit=_bounded(rank.previous_exit, budget),
+        )
+    return bounded
+
+
+def with_bounded_messages(ranks: Iterable[RankStatus]) -> list[RankStatus]:
+    """The ranks; of those that wait, the lowest numbers keep their messages."""
+    budget = TextBudget()
+    return [
+        r if r.exit is not None or budget.takes(r.message) else replace(r, message=OMITTED)
+        for r in ranks
+    ]
+
+
+def with_texts_of(rank: RankStatus, observation: Observation) -> RankStatus:
+    """The rank with message and last lines of its end, if the executor still has them."""
+    if rank.exit is None or rank.exit.log_tail or rank.exit.message:
+        return rank
+    for other in observation.ranks:
+        is_same = (other.rank, other.attempt) == (rank.rank, rank.attempt)
+        if other.exit is not None and is_same:
+            ended = with_explanation(other.exit)
+            texts = {"message": ended.message, "log_tail": ended.log_tail}
+            return replace(rank, exit=replace(rank.exit, **texts))
+    return rank
+
+
+def _bounded(ended: Exit | None, budget: TextBudget) -> Exit | None:
+    if ended is None or budget.takes(ended.message, *ended.log_tail):
+        return ended
+    if ended.log_tail and budget.takes(ended.message):
+        return replace(ended, log_tail=[])
+    return replace(ended, message="", log_tail=[])
+
+
+def _end_order(rank: RankStatus) -> tuple[float, int]:
+    ended = rank.exit or rank.previous_exit
+    return (ended.order if ended else 0.0), rank.rank
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """`ValueError: oops`, if `lines` end with a traceback, or else an empty text.
+
+    A program that printed more after a traceback went on. Torch marks each line of the traceback
+    of a process, so what others printed in between does not matter.
+    """
+    for at in range(len(lines) - 1, -1, -1):
+        prefix = _prefix_of(lines[at])
+        if not _FRAME.match(lines[at], len(prefix)):
+            continue
+        after = [line[len(prefix) :] for line in lines[at + 1 :] if line.startswith(prefix)]
+        after = [line for line in after if line.strip()]
+        end = next((n for n, line in enumerate(after) if not line[0].isspace()), None)
+        if end is None or not _EXCEPTION.fullmatch(after[end]):
+            break
+        if not prefix and end + 1 < len(after):
+            break
+        return after[end].rstrip()[:MAX_EXCEPTION_CHARS]
+    return _signal_in(lines)
+
+
+def _prefix_of(line: str) -> str:
+    prefix = _RANK_PREFIX.match(line)
+    return prefix.group() if prefix else ""
+
+
+def _signal_in(lines: Sequence[str]) -> str:
+    matches = (_SIGNAL.fullmatch(line.rstrip()) for line in reversed(lines))
+    return next((match.group(1) for match in matches if match), "")

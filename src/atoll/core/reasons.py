@@ -20,7 +20,7 @@ class _Reason(StrEnum):
         return member
 
 
-class RankEnd(_Reason):
+class ExitReason(_Reason):
     """How one attempt of a rank ended: `Exit.reason`, `RankExit.termination_reason`."""
 
     COMPLETED = "Completed", "it exited with code 0"
@@ -60,27 +60,27 @@ class PhaseReason(_Reason):
     FAILING = "Failing", "it has failed, and its ranks are being stopped"
     CANCELLING = "Cancelling", "it is being cancelled, and its ranks are being stopped"
     QUORUM_REACHED = "QuorumReached", "at least min ranks run or have exited with code 0"
-    WAITING_FOR_ROOM = "WaitingForRoom", "its ranks wait to be started together"
+    WAITING_FOR_CAPACITY = "WaitingForCapacity", "its ranks wait to be started together"
     BELOW_MINIMUM = "BelowMinimum", "fewer than min ranks are ready"
 
 
-RANK_ENDS = frozenset(RankEnd)
+EXIT_REASONS = frozenset(ExitReason)
 
 # What these mean, the exit code says already.
-_SAID_BY_THE_CODE = frozenset(
-    {RankEnd.COMPLETED, RankEnd.ERROR, RankEnd.SIGNAL, RankEnd.UNKNOWN, ""}
+_EXPLAINED_BY_CODE = frozenset(
+    {ExitReason.COMPLETED, ExitReason.ERROR, ExitReason.SIGNAL, ExitReason.UNKNOWN, ""}
 )
 
 
-def why_ended(reason: str, message: str = "") -> str:
+def describe_reason(reason: str, message: str = "") -> str:
     """Why a rank ended, beyond its exit code: `out of memory (limit 4Gi)`; may be empty."""
-    meaning = "" if reason in _SAID_BY_THE_CODE else meaning_of(reason, RankEnd)
+    meaning = "" if reason in _EXPLAINED_BY_CODE else describe_meaning(reason, ExitReason)
     if meaning and message and not message.startswith(meaning):
         return f"{meaning} ({message})"
     return message or meaning
 
 
-def meaning_of(reason: str, reasons: type[_Reason]) -> str:
+def describe_meaning(reason: str, reasons: type[_Reason]) -> str:
     """What a reason means; one that is not known, as it is."""
     return next((known.meaning for known in reasons if known == reason), reason)
 

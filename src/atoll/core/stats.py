@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.model import Model
-from atoll.core.status import Training
-from atoll.core.usage import usage
+from atoll.core.status import Training, Usage
 
 
-class Metrics(Model, frozen=True, omit_defaults=False):
+class TrainingStats(Model, frozen=True, omit_defaults=False):
     """Counted from what was seen of the training. Durations in seconds."""
 
     ready: int
@@ -27,14 +26,14 @@ class Metrics(Model, frozen=True, omit_defaults=False):
     gpu_seconds: float
 
 
-def measured(training: Training, time: Time) -> Metrics:
+def training_stats(training: Training, time: Now) -> TrainingStats:
     status = training.status
     spent = usage(training, time)
-    created_at = status.counted_from.get("created", training.created_at)
+    created_at = status.started_monotonic.get("created", training.created_at)
     started = status.started_at
     phases = [rank.phase for rank in status.ranks]
     targets = [point.target for point in status.world_size_history]
-    return Metrics(
+    return TrainingStats(
         ready=status.world.ready,
         target=training.spec.world_size.target,
         ranks_running=phases.count("Running"),
@@ -44,9 +43,19 @@ def measured(training: Training, time: Time) -> Metrics:
         resizes=sum(a != b for a, b in zip(targets, targets[1:], strict=False)),
         generation=training.generation,
         observed_generation=status.observed_generation,
-        age_s=max(0.0, time.steady - created_at),
-        running_s=status.ran_for(time.steady + status.clock_skew) or 0.0,
+        age_s=max(0.0, time.monotonic - created_at),
+        running_s=status.ran_for(time.monotonic + status.clock_skew) or 0.0,
         time_to_first_rank_s=None if started is None else max(0.0, started - training.created_at),
         rank_seconds=spent.rank_seconds,
         gpu_seconds=spent.gpu_seconds,
     )
+
+
+def usage(training: Training, time: Now) -> Usage:
+    """A clock that was set, or a machine that slept, adds nothing."""
+    status = training.status
+    ranks, now = (*status.ranks, *status.removed_ranks), time.monotonic + status.clock_skew
+    running = sum(max(now - (r.started_at or now), 0.0) for r in ranks if r.is_alive)
+    seconds = running + sum(r.metered_s for r in ranks)
+    gpus = training.spec.resources.gpu_count
+    return Usage(rank_seconds=seconds, gpu_seconds=seconds * gpus)

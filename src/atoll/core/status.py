@@ -29,7 +29,7 @@ class Exit(Model, frozen=True):
     message: str = ""
     log_tail: list[str] = []
     # The rank was to leave a record of its own, and left none: code and time are the backend's.
-    is_backends_word: bool = False
+    is_from_backend: bool = False
 
     @property
     def is_success(self) -> bool:
@@ -88,7 +88,7 @@ class RankStatus(Model, frozen=True):
     attempt: int = -1
     started_at: float | None = None
     exit: Exit | None = None
-    previous: Exit | None = None  # how the attempt before this one ended
+    previous_exit: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
     is_stopping: bool = False  # this attempt was told to stop, and its end is not known yet
@@ -178,7 +178,7 @@ class BenchStatus(Model, frozen=True):
     completed_at: float | None = None
 
 
-class BenchSeen(Model, frozen=True):
+class ObservedBench(Model, frozen=True):
     """The bench as the executor sees it. `waiting`: it cannot be run yet; `message` says why."""
 
     state: Literal["idle", "waiting", "running", "done", "failed"]
@@ -237,7 +237,7 @@ class StatusHead(Model, frozen=True):
     mesh: MeshStatus | None = None  # None for a training without a gate
     bench: BenchStatus = BenchStatus()
     # The steady time of "created", "ended" and "bench" (its start), where it is not the wall's.
-    counted_from: dict[str, float] = {}
+    started_monotonic: dict[str, float] = {}
     clock_skew: float = 0.0  # the clock that dates the ranks less the steady one, if over 1 s
 
 
@@ -288,8 +288,8 @@ class Training(Model, frozen=True):
     @property
     def is_settled(self) -> bool:
         """Whether it is over, released, and kept until somebody deletes it."""
-        is_kept = self.spec.ttl_seconds is None and self.deletion_requested_at is None
-        return self.status.is_released and is_kept
+        is_retained = self.spec.ttl_seconds is None and self.deletion_requested_at is None
+        return self.status.is_released and is_retained
 
     @property
     def world(self) -> WorldStatus:
@@ -322,7 +322,9 @@ class TrainingList(
     continue_: str | None = None
 
 
-FIELDS_IGNORED = "FieldsIgnored"  # reason of an event: the executor will not honour all of a spec
+UNSUPPORTED_FIELDS = (
+    "UnsupportedFields"  # reason of an event: the executor will not honour all of a spec
+)
 
 
 class Event(Model, frozen=True):
@@ -355,7 +357,7 @@ class AttemptStatus(Model, frozen=True):
 RankState = Literal["waiting", "running", "exited"]
 
 
-class SeenRank(Model, frozen=True):
+class ObservedRank(Model, frozen=True):
     """The newest attempt of one rank, as the executor sees it."""
 
     rank: int
@@ -363,12 +365,12 @@ class SeenRank(Model, frozen=True):
     attempt: int = 0
     restarts: int = 0  # since this rank was last wanted
     started_at: float | None = None
-    earlier_s: float | None = None  # how long the attempts before this one ran, where known
-    previous: Exit | None = None  # how the one before this ended
-    earlier: tuple[AttemptStatus, ...] = ()  # the attempts before this one, where they are known
+    metered_s: float | None = None  # how long the attempts before this one ran, where known
+    previous_exit: Exit | None = None  # how the one before this ended
+    attempts: tuple[AttemptStatus, ...] = ()  # those before this one, where they are known
     exit: Exit | None = None
     # For how long it has reported nothing, printed nothing and used no CPU; None: not looked at.
-    quiet_s: float | None = None
+    idle_s: float | None = None
     is_stopping: bool = False  # told to stop, or about to be, and its end is not known yet
     pod_name: str = ""
     host: str | None = None
@@ -384,7 +386,7 @@ class Followup(Model, frozen=True):
     """
 
 
-class RoundsSeen(Model, frozen=True):
+class ObservedRounds(Model, frozen=True):
     """What is known of the outer rounds of a training's newest run."""
 
     newest: int = -1  # round
@@ -395,30 +397,30 @@ class RoundsSeen(Model, frozen=True):
     warnings: list[str] = []  # what replicas said, in sentences
 
 
-class Seen(Model, frozen=True):
+class Observation(Model, frozen=True):
     """One look at a whole gang. May be late, by less than `plan.STALE_S`.
 
     An executor with a start gate of its own is asked for ranks before they may run, and tells when
     it let them go; for one without, the plan decides that.
     """
 
-    ranks: list[SeenRank] = []
+    ranks: list[ObservedRank] = []
     desired: DesiredState | None = None  # the one accepted; None while there is none
     is_supervised: bool = False  # something acts on the wish without being asked again
     is_closed: bool = False  # every rank of the wish has ended, and it can take no larger one
-    room: int | None = None  # ranks this training may hold now; None is no limit
+    capacity: int | None = None  # ranks this training may hold now; None is no limit
     message: str = ""  # what holds it up, for the ranks that are not there
     fault: str = ""  # the executor will never do it, and why
     rendezvous_endpoint: str = ""
     mesh: MeshStatus | None = None
-    bench: BenchSeen | None = None  # None: this executor cannot measure links
+    bench: ObservedBench | None = None  # None: this executor cannot measure links
     has_gate: bool = False  # the executor holds ranks back by itself
     gate_opened_at: float | None = None  # and let them go then
     unsettled: int = 0  # ranks being stopped of which it is not known yet whether they ran
     followups: tuple[Followup, ...] = ()  # to be performed once what was seen is stored
     again_in_s: float | None = None  # look again then, though nothing may change
     at: float | None = None  # the time by the clock that dates the ranks; None: the steady one
-    rounds: RoundsSeen | None = None  # added by the controller, where rounds are kept
+    rounds: ObservedRounds | None = None  # added by the controller, where rounds are kept
 
 
 def sooner(*seconds: float | None) -> float | None:
@@ -440,13 +442,13 @@ class LogLine(Model, frozen=True):
         return html.line_html(self)
 
 
-class PlacedLine(LogLine, frozen=True):
+class OffsetLine(LogLine, frozen=True):
     """As it travels: with the place after it in its rank's log, where an executor has places."""
 
     at: int | None = None
 
 
-class LogHit(PlacedLine, frozen=True):
+class LogMatch(OffsetLine, frozen=True):
     """A line that was searched for: with the place where it starts, too. A long one is cut."""
 
     start: int | None = None

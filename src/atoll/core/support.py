@@ -43,7 +43,7 @@ NO_STALL_RESTART = refuse(
 )
 
 
-def ignorable_fields(spec: TrainingSpec) -> dict[str, object]:
+def optional_fields(spec: TrainingSpec) -> dict[str, object]:
     """What the spec asks for of those fields that some backend ignores."""
     needs, providers = spec.resources, spec.provider_filter
     chosen = providers.include or providers.exclude
@@ -77,7 +77,7 @@ def unsupported_fields(
     spec: TrainingSpec, limits: Sequence[Limit], options: Any
 ) -> dict[str, tuple[object, str]]:
     """Of what the spec asks for, what has no effect: the value and why, by field."""
-    values = ignorable_fields(spec)
+    values = optional_fields(spec)
     return {
         limit.field: (values[limit.field], _reason(limit, spec, options))
         for limit in limits
@@ -108,7 +108,7 @@ def _all_fields(spec: TrainingSpec) -> dict[str, object]:
         "deadline_s": spec.deadline_s,
         "stall_restart": spec.stall_restart,
     }
-    return ignorable_fields(spec) | {name: value for name, value in fields.items() if value}
+    return optional_fields(spec) | {name: value for name, value in fields.items() if value}
 
 
 def _reason(limit: Limit, spec: TrainingSpec, options: Any) -> str:

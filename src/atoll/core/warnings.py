@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from atoll.core.status import RankStatus, RoundsSeen, Training
+from atoll.core.status import ObservedRounds, RankStatus, Training
 
 WARNED = "TrainingWarning"  # reason of the events and of the condition
 CONDITION = "Warnings"
@@ -22,7 +22,7 @@ def merge_warnings(known: Sequence[str], found: Iterable[str]) -> list[str]:
 
 
 def find_warnings(
-    training: Training, ranks: Iterable[RankStatus], rounds: RoundsSeen | None
+    training: Training, ranks: Iterable[RankStatus], rounds: ObservedRounds | None
 ) -> list[str]:
     """What is wrong as far as the rounds tell, in sentences."""
     if rounds is None:
@@ -37,7 +37,9 @@ def find_warnings(
     ]
 
 
-def _absences(training: Training, ranks: Iterable[RankStatus], rounds: RoundsSeen) -> Iterator[str]:
+def _absences(
+    training: Training, ranks: Iterable[RankStatus], rounds: ObservedRounds
+) -> Iterator[str]:
     if not has_replica_per_rank(training, len(rounds.last)) or rounds.recent_since is None:
         return
     for rank in ranks:

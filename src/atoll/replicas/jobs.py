@@ -13,22 +13,22 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
-from atoll.backends.kubernetes.pod import Pod, when
+from atoll.backends.kubernetes.pod import when
 from atoll.backends.kubernetes.read import desired_of, finished
-from atoll.backends.kubernetes.render import gang_name, render_job, render_service, render_world
+from atoll.backends.kubernetes.render import gang_name
 from atoll.core.checks import RESULTS_VARIABLE
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, LogLine, Seen, Status, Training, sooner
-from atoll.replicas.shared import SharedBackend, StopCause, with_cause
+from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
+from atoll.replicas.plane import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
-LOOK_S = 2.0  # how often a gang is looked at while its pods cannot be watched
+POLL_S = 2.0  # how often a gang is looked at while its pods cannot be watched
 
 
 def as_launch(job: Json, spec: TrainingSpec) -> Json:
@@ -87,8 +87,8 @@ def cause_of(job: Json, spec: TrainingSpec, desired: DesiredState) -> StopCause:
     if text:
         return StopCause(*msgspec.json.decode(text))
     if desired.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
-        words = f"still running {spec.deadline_s or 0:g} s after the start"
-        return StopCause(PhaseReason.DEADLINE_EXCEEDED, words)
+        message = f"still running {spec.deadline_s or 0:g} s after the start"
+        return StopCause(PhaseReason.DEADLINE_EXCEEDED, message)
     return StopCause()
 
 
@@ -114,11 +114,11 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             StopCause() if job is None or desired is None else cause_of(job, training.spec, desired)
         )
 
-    async def observe(self, training: Training) -> Seen:
-        seen = await super().observe(training)
+    async def observe(self, training: Training) -> Observation:
+        observation = await super().observe(training)
         if self._jobs.is_live and self._pods.is_live:
-            return seen
-        return replace(seen, again_in_s=sooner(seen.again_in_s, LOOK_S))
+            return observation
+        return replace(observation, again_in_s=sooner(observation.again_in_s, POLL_S))
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         status = training.status
@@ -137,18 +137,18 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         """Of pods that were deleted before this process knew them, what others have archived."""
-        heard: set[int] = set()
+        ranks_read: set[int] = set()
         async for line in super().logs(training, ranks=ranks, tail=tail, follow=follow):
-            heard.add(line.rank)
+            ranks_read.add(line.rank)
             yield line
-        for rank in sorted(set(ranks or ()) - heard):
-            lines = await self._archive.lines(self._place(training)[0], training.uid, rank)
+        for rank in sorted(set(ranks or ()) - ranks_read):
+            lines = await self._archive.lines(self._object_key(training)[0], training.uid, rank)
             for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
                 yield LogLine(rank=rank, text=text)
 
     async def release(self, training: Training) -> None:
         """Ends a Job that was stopped, as it would not end by itself. Nothing is removed."""
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         try:
             job = await self.cluster.get("jobs", namespace, name)
         except NotFound:
@@ -157,7 +157,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         if desired is None or desired.size or finished(job):
             return
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+        if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound, Conflict):
@@ -171,22 +171,9 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         await super().release(training)
         await super().purge(training)
 
-    async def _create(self, training: Training, desired: DesiredState) -> None:
-        """Everything is tried first: what the cluster refuses leaves nothing behind."""
-        namespace, name = self._place(training)
-        body = as_launch(render_job(training, desired, self.options), training.spec)
-        world = render_world(training, desired, self.options, None)
-        service = render_service(training, self.options, None)
-        try:
-            for kind, item in (("configmaps", world), ("services", service)):
-                await self.cluster.patch(kind, namespace, name, item, type="apply", is_trial=True)
-            await self.cluster.create("jobs", namespace, body, is_trial=True)
-        except NotFound as error:  # nothing else has to be there for that
-            raise Permanent(f"the namespace {namespace!r} does not exist: {error}") from error
-        try:
-            await self._objects.make(training, desired)
-            job = await self.cluster.create("jobs", namespace, body)
-        except Conflict as error:
-            raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
-        self._note_job(training, job)
-        await self._objects.tie(training, job)
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Raises whatever the cluster refuses a launch for, so that nothing is left behind."""
+        await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+
+    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
+        return as_launch(super().render_job(training, desired, owner), training.spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from atoll.core.metrics import SeriesList
+from atoll.core.metrics import MetricSeriesList
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary
 
 METRIC_COLUMNS = (
@@ -33,7 +33,7 @@ class MetricTable(ColumnTable):
     metrics, and lost `missed` batches of them on the way.
     """
 
-    def __init__(self, answer: SeriesList, since: float | None = None) -> None:
+    def __init__(self, answer: MetricSeriesList, since: float | None = None) -> None:
         super().__init__({name: [] for name in METRIC_COLUMNS})
         self.skipped = answer.skipped
         self.missed = answer.missed
@@ -73,5 +73,5 @@ class RoundTable(ColumnTable):
         self.dropped: int = answer.dropped
 
     def __repr__(self) -> str:
-        words = "no round yet" if self.summary is None else self.summary.words
-        return f"<RoundTable: {words}>"
+        text = "no round yet" if self.summary is None else self.summary.words
+        return f"<RoundTable: {text}>"

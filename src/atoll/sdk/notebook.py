@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.describe import end_in_words, status_in_words
+from atoll.core.describe import describe_end, describe_status
 from atoll.core.errors import AtollError, NotFound, Temporary
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.html import text, training_html
-from atoll.core.metrics import NewestFigure
+from atoll.core.metrics import LatestMetric
 from atoll.core.status import Training
 from atoll.sdk import flows
 
@@ -23,7 +23,7 @@ EVERY_S = 1.0
 METRICS = ("loss",)
 
 # Takes the newest state, what was reported last, and a remark.
-Show = Callable[[Training, Sequence[NewestFigure], str], None]
+Show = Callable[[Training, Sequence[LatestMetric], str], None]
 
 
 def show(handle: DistributedTraining, *, wait: bool, every_s: float = EVERY_S) -> None:
@@ -94,11 +94,11 @@ def _in_notebook(display: Any) -> Show:
     handle: list[Any] = []
     lock = threading.Lock()
 
-    def draw(training: Training, newest_metrics: Sequence[NewestFigure], remark: str) -> None:
+    def draw(training: Training, newest_metrics: Sequence[LatestMetric], remark: str) -> None:
         note = f"<p><i>{text(remark)}</i></p>" if remark else ""
         bundle = {
             "text/html": note + training_html(training, newest_metrics),
-            "text/plain": " ".join(filter(None, (words_of(training), remark))),
+            "text/plain": " ".join(filter(None, (describe_training(training), remark))),
         }
         with lock:
             if handle:
@@ -112,18 +112,20 @@ def _in_notebook(display: Any) -> Show:
 def _as_text() -> Show:
     last = [""]
 
-    def draw(training: Training, newest_metrics: Sequence[NewestFigure], remark: str) -> None:
-        words = " ".join(filter(None, (words_of(training), visible(remark))))
-        if words != last[0]:
-            last[0] = words
-            sys.stdout.write(f"{words}\n")
+    def draw(training: Training, newest_metrics: Sequence[LatestMetric], remark: str) -> None:
+        line = " ".join(filter(None, (describe_training(training), escape_control(remark))))
+        if line != last[0]:
+            last[0] = line
+            sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
 
     return draw
 
 
-def words_of(training: Training) -> str:
+def describe_training(training: Training) -> str:
     status = training.status
     if status.phase.is_terminal:
-        return visible(end_in_words(training))
-    return visible(f"{training.name} {status.phase.value or 'new'}: {status_in_words(status)}")
+        return escape_control(describe_end(training))
+    return escape_control(
+        f"{training.name} {status.phase.value or 'new'}: {describe_status(status)}"
+    )

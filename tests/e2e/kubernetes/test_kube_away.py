@@ -42,7 +42,7 @@ def test_a_node_is_drained_while_no_operator_is_there(space: Space, operator: Op
         operator.start()
         space.until("tiny", "told", lambda s: {r for r, n in restarts(s).items() if n} == moved)
         status = space.until_ready("tiny", 2)
-    before = {r["rank"]: r.get("previous") for r in status["ranks"]}
+    before = {r["rank"]: r.get("previousExit") for r in status["ranks"]}
     assert {rank for rank, exit in before.items() if exit} == moved
     assert {(before[r]["code"], before[r]["reason"]) for r in moved} == {(7, "Evicted")}
     assert {r["node"] for r in status["ranks"]}.isdisjoint({node})
@@ -57,7 +57,7 @@ def test_a_pod_is_deleted_while_no_operator_is_there(space: Space, operator: Ope
     operator.start()
     space.until("tiny", "told", lambda s: restarts(s) == {0: 0, 1: 1})
     status = space.until_ready("tiny", 2)
-    before = status["ranks"][1]["previous"]
+    before = status["ranks"][1]["previousExit"]
     assert (before["code"], before["reason"]) == (7, "Deleted")
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
     assert told == ["rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"]
@@ -105,7 +105,7 @@ def test_a_namespace_is_emptied_while_no_operator_is_there(
 def test_pods_of_a_release_that_held_them_are_let_go(
     space: Space, start_operator: Callable[..., Operator]
 ) -> None:
-    held = start_operator("one", "--options", json.dumps({"isExitHeld": True}))
+    held = start_operator("one", "--options", json.dumps({"hasExitFinalizer": True}))
     space.submit("tiny", command=sh(FOREVER), maxRestarts=2)
     space.until_ready("tiny", 2)
     assert all("atoll.dev/exit" in p["metadata"]["finalizers"] for p in space.pods())

@@ -82,7 +82,7 @@ def test_ranks_start_together_when_the_last_one_can(
     submit(space, min=4, target=4)
     status = until_at_gate(space, 3)
     status = space.until(
-        "tiny", "one has no room", lambda s: any("no room" in r["message"] for r in s["ranks"])
+        "tiny", "one has no capacity", lambda s: any("no room" in r["message"] for r in s["ranks"])
     )
     assert at_gate(status) == ["start gate: 3 of 4 ranks are ready to start"] * 3
     assert (status["phase"], status["world"]["ready"]) == ("pending", 0)
@@ -109,7 +109,9 @@ def test_ranks_without_room_use_up_no_deadline(
     room(0)
     submit(space, min=2, target=2, deadlineS=5, stopGraceS=1)
     status = space.until(
-        "tiny", "no room", lambda s: "no room" in str([r["message"] for r in s.get("ranks", ())])
+        "tiny",
+        "no capacity",
+        lambda s: "no room" in str([r["message"] for r in s.get("ranks", ())]),
     )
     (job,) = space.json("get", "jobs")["items"]
     assert "activeDeadlineSeconds" not in job["spec"]

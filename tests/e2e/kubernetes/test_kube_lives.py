@@ -35,7 +35,7 @@ def test_a_rank_out_of_memory_comes_back_and_nobody_else_is_disturbed(
     space.until("tiny", "restarted", lambda s: restarts(s).get(1) == 1 if "ranks" in s else False)
     status = space.until_ready("tiny", 3)
     assert restarts(status) == {0: 0, 1: 1, 2: 0}
-    before = status["ranks"][1]["previous"]
+    before = status["ranks"][1]["previousExit"]
     assert (before["code"], before["reason"]) == (137, "OOMKilled")
     assert [len(space.pods(rank)) for rank in (0, 2)] == [1, 1]
     (tmp_path / "done").touch()

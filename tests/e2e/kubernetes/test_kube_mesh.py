@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.local.etcd_server import start_etcd, stop_etcd
 from atoll.core.mesh import MeshState
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Seen, Training
+from atoll.core.status import DesiredState, Observation, Training
 from atoll.mesh.etcd import EtcdKeys
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for
@@ -57,7 +57,7 @@ def start(start_operator: Callable[..., Operator]) -> Callable[..., Operator]:
 
 
 @pytest.fixture
-def apart(site: Site) -> None:
+def own_keys_only(site: Site) -> None:
     if not site.is_own or len(site.nodes) < 2:
         pytest.skip("needs two nodes of its own, to cut the link between them")
 
@@ -282,20 +282,24 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
             ),
         )
 
-        async def until(test: Callable[[Seen], Any]) -> None:
+        async def until(test: Callable[[Observation], Any]) -> None:
             while True:
-                seen = await executor.observe(training)
-                if test(seen):
+                observation = await executor.observe(training)
+                if test(observation):
                     return
-                for followup in seen.followups:
+                for followup in observation.followups:
                     await executor.perform(training, followup)
                 await asyncio.sleep(0.1)
 
         try:
             await executor.apply(training, DesiredState(version=1, size=2))
-            await until(lambda seen: seen.mesh and seen.mesh.state is MeshState.READY)
+            await until(
+                lambda observation: observation.mesh and observation.mesh.state is MeshState.READY
+            )
             await executor.measure(training)
-            await until(lambda seen: seen.bench and "made" not in seen.bench.message)
+            await until(
+                lambda observation: observation.bench and "made" not in observation.bench.message
+            )
             before = sum(cluster.requests.values())
             for _ in range(5):
                 await executor.observe(training)
@@ -303,7 +307,7 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
 
             changes = executor.changes()
             await anext(changes)
-            await until(lambda seen: executor._jobs.is_live and executor._pods.is_live)
+            await until(lambda observation: executor._jobs.is_live and executor._pods.is_live)
             before = sum(cluster.requests.values())
             for _ in range(5):
                 await executor.observe(training)

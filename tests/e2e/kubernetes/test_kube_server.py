@@ -153,7 +153,7 @@ def test_attempts_and_times_of_lines_are_listed_and_it_runs_again(client: atoll.
     still = client.deploy_distributed(
         name="still", command=["true"], image=IMAGE, world_size=1, stall_s=5, code=False
     )
-    (event,) = [e for e in still.events() if e.reason == "FieldsIgnored"]
+    (event,) = [e for e in still.events() if e.reason == "UnsupportedFields"]
     assert "stall_s 5.0: ranks report nowhere" in event.message
     again = training.rerun()
     assert again.name == "tiny-r2"

@@ -349,7 +349,7 @@ def test_a_rank_in_a_pod_that_does_not_move_is_told_of_until_it_does(
             stall_s=8,
             code=False,
         )
-        assert "FieldsIgnored" not in [e.reason for e in training.events()]
+        assert "UnsupportedFields" not in [e.reason for e in training.events()]
         space.until("tiny", "told", lambda s: "1" in s.get("stalled", {}), timeout=120)
         do(1, "/tmp/go")
         space.until("tiny", "it moves", lambda s: "1" not in s.get("stalled", {}), timeout=120)

@@ -29,13 +29,13 @@ def test_put_get_list_and_delete(place: Objects) -> None:
     assert place.get("a") is None
     place.put("a", b"1")
     place.put("a", b"2")
-    place.beat("0.0.beat")
+    place.beat("0.0.heartbeat")
     before = place.entries()
-    assert sorted(before) == ["0.0.beat", "a"]
-    place.beat("0.0.beat")
-    assert place.entries()["0.0.beat"] > before["0.0.beat"]
+    assert sorted(before) == ["0.0.heartbeat", "a"]
+    place.beat("0.0.heartbeat")
+    assert place.entries()["0.0.heartbeat"] > before["0.0.heartbeat"]
     place.delete(["a", "b"])
-    assert sorted(place.entries()) == ["0.0.beat"]
+    assert sorted(place.entries()) == ["0.0.heartbeat"]
 
 
 def test_a_claim_is_taken_once(place: Objects) -> None:

@@ -182,7 +182,7 @@ def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
         "deadline_s": None,
         "gated": False,
     }
-    desired = {"version": 1, "size": 8, "discarded": {}, "stops": {}, "at": 0.0}
+    desired = {"t": "desired", "version": 1, "size": 8, "discarded": {}, "stops": {}, "at": 0.0}
     (place / "launch").write_text(json.dumps(launch))
     (place / "desired").write_text(json.dumps(desired))
     wrapper = [sys.executable, "-S", "-I", str(tmp_path / "atoll.pyz"), str(place), "7", "2"]

@@ -24,7 +24,7 @@ from atoll.agent.result import (
     result_lines,
     set_result,
 )
-from atoll.core.lines import visible
+from atoll.core.lines import without_result
 from atoll.server.handlers.results import report_of
 
 NONCE = nonce_of("a-launch")
@@ -184,9 +184,9 @@ def test_the_last_complete_result_counts_and_calls_do_not_mix() -> None:
 def test_lines_fit_into_one_write_and_hide_nothing_else() -> None:
     lines = result_lines(Result("msgpack", bytes(MAX_BYTES)), NONCE, "00000001")
     assert max(map(len, lines)) <= 4096
-    assert visible("half" + lines[0].decode()) == "half"
-    assert visible(lines[1].decode()) is None
-    assert visible("plain") == "plain"
+    assert without_result("half" + lines[0].decode()) == "half"
+    assert without_result(lines[1].decode()) is None
+    assert without_result("plain") == "plain"
 
 
 def test_a_rank_hands_in_what_it_can_and_says_what_it_cannot(

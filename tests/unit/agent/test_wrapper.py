@@ -17,7 +17,8 @@ import pytest
 
 from atoll.agent.bundle import wrapper_file
 from atoll.agent.process import CLAIMED, OutputTimes
-from atoll.agent.wrapper import Folder, RankAttempt, is_unwanted, open_place, read, write
+from atoll.agent.records import is_unwanted
+from atoll.agent.wrapper import Folder, RankAttempt, open_place, read, write
 from atoll.backends.slurm.render import TIMES_FILE
 from atoll.core.status import LogLine
 from atoll.logs.files import read_lines
@@ -61,6 +62,7 @@ class Gang:
 
     def desired(self, size: int, **more: Any) -> None:
         desired = {
+            "t": "desired",
             "version": 1,
             "size": size,
             "discarded": {},
@@ -197,8 +199,8 @@ def test_what_runs_goes_on_when_the_wish_is_lost(gang: Gang) -> None:
     process = gang.start()
     until(gang.out.exists)
     gang.place.delete(["desired"])
-    before = until(lambda: gang.place.entries().get("1.0.beat"))
-    until(lambda: gang.place.entries()["1.0.beat"] != before)
+    before = until(lambda: gang.place.entries().get("1.0.heartbeat"))
+    until(lambda: gang.place.entries()["1.0.heartbeat"] != before)
     assert process.poll() is None
     Path(f"{gang.out}.go").touch()
     assert process.wait(60) == 0
@@ -250,11 +252,11 @@ def test_one_that_was_given_up_while_frozen_does_not_run_on(gang: Gang) -> None:
     gang.launch("echo $$ > $OUT; while :; do sleep 0.02; done")
     process = gang.start()
     rank = int(until(lambda: gang.out.exists() and gang.out.read_text().strip()))
-    until(lambda: gang.place.entries().get("1.0.beat"))
+    until(lambda: gang.place.entries().get("1.0.heartbeat"))
     os.kill(process.pid, signal.SIGSTOP)
     concluded = write({"atollExit": 1, "by": "backend", "code": None})
     assert gang.place.create("1.0.exit", concluded)
-    stamp = gang.place.entries()["1.0.beat"]
+    stamp = gang.place.entries()["1.0.heartbeat"]
     until(lambda: time.time_ns() - stamp > 4e9)  # more beats than it may miss
     os.kill(process.pid, signal.SIGCONT)
     process.wait(60)
@@ -291,11 +293,11 @@ def test_ranks_wait_at_the_gate_and_meet_at_rank_0(gang: Gang) -> None:
     gang.launch(script, gated=True, together="TOGETHER", meeting=meeting)
     ranks = [gang.start(0), gang.start(1)]
     until(lambda: gang.record(1, kind="claim") and gang.record(0, kind="claim"))
-    until(lambda: "1.0.beat" in gang.place.entries())
+    until(lambda: "1.0.heartbeat" in gang.place.entries())
     assert not gang.out.exists()
     gang.place.create("gate", write({"at": 1.0, "together": 2}))
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    port = (read(gang.place, "meeting") or {})["port"]
+    port = (read(gang.place, "rendezvous") or {})["port"]
     assert gang.out.read_text().splitlines() == [f"2 node7 node7:{port}"] * 2
 
 
@@ -370,8 +372,8 @@ def test_a_folder_is_read_in_one_listing(tmp_path: Path) -> None:
     assert not place.create("a", b"2")
     assert place.get("a") == b"1"
     place.put("a", b"3")
-    place.beat("0.0.beat")
-    assert sorted(place.entries()) == ["0.0.beat", "a"]
+    place.beat("0.0.heartbeat")
+    assert sorted(place.entries()) == ["0.0.heartbeat", "a"]
     place.delete(["a", "a"])
     assert place.get("a") is None
     assert json.loads(write({"b": 1, "a": 2})) == {"a": 2, "b": 1}

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from atoll.agent.records import Due
 from atoll.backends.kubernetes.render import render_job
 from atoll.backends.local.executor import render_gang
-from atoll.backends.local.journal import Due
 from atoll.backends.local.rank_process import environment_of
 from atoll.backends.modal.executor import ModalBackend
 from atoll.backends.modal.options import ModalOptions
@@ -36,7 +36,7 @@ import json, os, sys
 from atoll.agent.wrapper import Folder, RankAttempt, environment_for
 launch, rank, size = json.loads(sys.argv[1])
 attempt = RankAttempt(Folder(""), rank, 0, "host")
-attempt.wish = {"size": size}
+attempt.desired = {"size": size}
 env = environment_for(attempt, launch, {}, {})
 print(json.dumps({os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}))
 """
@@ -62,7 +62,7 @@ def local_env(one: Training, rank: int, outer: dict[str, str]) -> dict[str, str]
     )
     # As the supervisor reads it: keys of JSON are strings.
     held = {str(rank): devices for rank, devices in document.get("devices", {}).items()}
-    due = Due(rank=rank, attempt=0, restarts=0, at=0.0)
+    due = Due(rank=rank, attempt=0, restarts=0, after=None, delay_s=0.0)
     return environment_of(Path("/state/uid"), document | {"devices": held}, due)
 
 
@@ -189,6 +189,6 @@ def test_threads_of_a_rank_that_is_left_alone_are_not_limited_for_ever() -> None
     rest: dict[str, Any] = {"directory": Path("/state/uid"), "host": "here", "rendezvous": {}}
     two = render_gang(world(2), DesiredState(version=1, size=2), base={}, **rest)
     one = render_gang(world(1), DesiredState(version=2, size=1), base=two["env"], **rest)
-    due = Due(rank=0, attempt=1, restarts=0, at=0.0)
+    due = Due(rank=0, attempt=1, restarts=0, after=None, delay_s=0.0)
     assert environment_of(Path("/state/uid"), two, due)["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in environment_of(Path("/state/uid"), one, due)

@@ -15,15 +15,15 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.agent.process import record_line
-from atoll.agent.wrapper import CLAIM, DESIRED, EXIT, name_of, write
+from atoll.agent.records import CLAIM, DESIRED, EXIT, desired_record, name_of
+from atoll.agent.wrapper import write
 from atoll.backends.local import processes
-from atoll.backends.observe import BackendJob, OpenStartGate
-from atoll.backends.records import desired_document
+from atoll.backends.records import JobState, OpenStartGate
 from atoll.code.archive import pack
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.phase import Phase
 from atoll.core.spec import Code, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, RankStatus, Seen, Status, Training
+from atoll.core.status import DesiredState, Observation, RankStatus, Status, Training
 from tests.support.recorded import ProcessBackend
 
 SCRIPT = """echo $RANK $ATOLL_ATTEMPT >> {folder}/ran
@@ -53,26 +53,26 @@ class Stage:
         )
         return Training(namespace="default", uid="u1", spec=spec, created_at=time.time())
 
-    async def look(self) -> Seen:
-        seen = await self.backend.observe(self.training)
-        for followup in seen.followups:
+    async def observe_gang(self) -> Observation:
+        observation = await self.backend.observe(self.training)
+        for followup in observation.followups:
             await self.backend.perform(self.training, followup)
-        return seen
+        return observation
 
     async def until(
-        self, holds: Callable[[Seen], bool], desired: DesiredState | None = None
-    ) -> Seen:
+        self, holds: Callable[[Observation], bool], desired: DesiredState | None = None
+    ) -> Observation:
         deadline = time.monotonic() + 30
         while True:
-            seen = await self.look()
-            if holds(seen):
-                return seen
+            observation = await self.observe_gang()
+            if holds(observation):
+                return observation
             if desired is not None:
                 await self.backend.apply(self.training, desired)
-            assert time.monotonic() < deadline, seen
+            assert time.monotonic() < deadline, observation
             await asyncio.sleep(0.05)
 
-    async def running(self, ranks: int, desired: DesiredState | None = None) -> Seen:
+    async def running(self, ranks: int, desired: DesiredState | None = None) -> Observation:
         return await self.until(lambda s: states(s).count("running") == ranks, desired)
 
     async def recorded(self, ranks: int) -> None:
@@ -105,8 +105,8 @@ def _words(pid: int) -> bytes:
         return b""
 
 
-def states(seen: Seen) -> list[str]:
-    return [rank.state for rank in seen.ranks]
+def states(observation: Observation) -> list[str]:
+    return [rank.state for rank in observation.ranks]
 
 
 Body = Callable[[Stage], Awaitable[None]]
@@ -131,25 +131,25 @@ async def _nothing() -> AsyncIterator[None]:
 def test_a_gang_starts_grows_shrinks_and_ends(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
-        seen = await stage.running(3)
-        assert seen.gate_opened_at is not None
-        assert seen.desired == DesiredState(version=1, size=3)
+        observation = await stage.running(3)
+        assert observation.gate_opened_at is not None
+        assert observation.desired == DesiredState(version=1, size=3)
         stage.training = stage.of(4)
         await stage.backend.apply(stage.training, DesiredState(version=2, size=4))
         await stage.running(4)
         stage.training = stage.of(2)
         await stage.backend.apply(stage.training, DesiredState(version=3, size=2))
         await stage.backend.apply(stage.training, DesiredState(version=2, size=4))  # an older one
-        seen = await stage.until(lambda s: states(s).count("exited") == 2)
-        assert seen.desired == DesiredState(version=3, size=2)
-        gone = [rank.exit for rank in seen.ranks if rank.rank >= 2 and rank.exit]
+        observation = await stage.until(lambda s: states(s).count("exited") == 2)
+        assert observation.desired == DesiredState(version=3, size=2)
+        gone = [rank.exit for rank in observation.ranks if rank.rank >= 2 and rank.exit]
         assert [(e.code, e.reason, e.is_stopped) for e in gone] == [(143, "Stopped", True)] * 2
         stage.tell("all", 0)
-        seen = await stage.until(lambda s: states(s) == ["exited"] * 4)
-        assert [r.exit.code for r in seen.ranks if r.exit and r.rank < 2] == [0, 0]
+        observation = await stage.until(lambda s: states(s) == ["exited"] * 4)
+        assert [r.exit.code for r in observation.ranks if r.exit and r.rank < 2] == [0, 0]
         assert stage.ran() == ["0 0", "1 0", "2 0", "3 0"]
         await stage.backend.release(stage.training)
-        assert await stage.look() == Seen(has_gate=True)
+        assert await stage.observe_gang() == Observation(has_gate=True)
         assert stage.rank_pids() == []
 
     staged(body)
@@ -160,7 +160,7 @@ def test_one_question_to_the_backend_is_one_look(staged: Callable[[Body], None])
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         before = stage.backend.questions
-        await stage.look()
+        await stage.observe_gang()
         assert stage.backend.questions == before + 1
 
     staged(body)
@@ -172,13 +172,13 @@ def test_a_failed_rank_is_restarted_within_its_budget(staged: Callable[[Body], N
         await stage.backend.apply(stage.training, desired)
         await stage.running(2)
         stage.tell("1.0", 7)
-        seen = await stage.until(lambda s: s.ranks[1].attempt == 1, desired)
-        assert seen.ranks[1].previous is not None
-        assert (seen.ranks[1].restarts, seen.ranks[1].previous.code) == (1, 7)
+        observation = await stage.until(lambda s: s.ranks[1].attempt == 1, desired)
+        assert observation.ranks[1].previous_exit is not None
+        assert (observation.ranks[1].restarts, observation.ranks[1].previous_exit.code) == (1, 7)
         stage.tell("1.1", 8)
-        seen = await stage.until(lambda s: s.ranks[1].state == "exited", desired)
-        assert seen.ranks[1].exit is not None
-        assert seen.ranks[1].exit.code == 8
+        observation = await stage.until(lambda s: s.ranks[1].state == "exited", desired)
+        assert observation.ranks[1].exit is not None
+        assert observation.ranks[1].exit.code == 8
         await stage.backend.apply(stage.training, desired)
         assert (1, 2) not in stage.backend.started
 
@@ -196,13 +196,13 @@ def test_a_rank_scaled_away_and_wanted_again_has_its_whole_budget(
         await stage.backend.apply(
             stage.training, DesiredState(version=3, size=2)
         )  # it still leaves
-        seen = await stage.until(lambda s: s.ranks[1].state == "exited")
-        assert seen.ranks[1].exit is not None
-        assert seen.ranks[1].exit.is_stopped
+        observation = await stage.until(lambda s: s.ranks[1].state == "exited")
+        assert observation.ranks[1].exit is not None
+        assert observation.ranks[1].exit.is_stopped
         desired = DesiredState(version=4, size=2, discarded_attempts={1: 0})
         await stage.backend.apply(stage.training, desired)
-        seen = await stage.running(2, desired)
-        assert (seen.ranks[1].attempt, seen.ranks[1].restarts) == (1, 0)
+        observation = await stage.running(2, desired)
+        assert (observation.ranks[1].attempt, observation.ranks[1].restarts) == (1, 0)
 
     staged(body)
 
@@ -232,7 +232,7 @@ def test_a_job_that_the_backend_gave_up_is_asked_for_again(
     staged: Callable[[Body], None],
 ) -> None:
     async def body(stage: Stage) -> None:
-        truly, given_up = stage.backend.start_jobs, BackendJob("ended", "Deleted", is_given_up=True)
+        truly, given_up = stage.backend.start_jobs, JobState("ended", "Deleted", is_withdrawn=True)
 
         async def refuse(training: Training, attempt: int, ranks: Any) -> None:
             stage.backend.words = {(rank, attempt): given_up for rank in ranks}
@@ -261,7 +261,7 @@ def test_an_attempt_that_the_backend_starts_twice_runs_once(
         await stage.running(3)
         again = [stage.backend.start(stage.training, rank, 0) for rank in range(3)]
         assert [process.wait(60) for process in again] == [75] * 3
-        assert states(await stage.look()) == ["running"] * 3
+        assert states(await stage.observe_gang()) == ["running"] * 3
         assert stage.ran() == ["0 0", "1 0", "2 0"]
 
     staged(body)
@@ -276,9 +276,9 @@ def test_another_executor_sees_the_same(staged: Callable[[Body], None]) -> None:
         after = await other.observe(stage.training)
         assert after.ranks == before.ranks
         stage.tell("1.0", 3)
-        seen = await stage.until(lambda s: s.ranks[1].state == "exited")
-        assert seen.ranks[1].exit is not None
-        assert seen.ranks[1].exit.code == 3
+        observation = await stage.until(lambda s: s.ranks[1].state == "exited")
+        assert observation.ranks[1].exit is not None
+        assert observation.ranks[1].exit.code == 3
 
     staged(body)
 
@@ -289,17 +289,17 @@ def test_exits_are_told_while_the_backend_does_not_answer(staged: Callable[[Body
         await stage.running(3)
         stage.backend.is_silent = True
         with pytest.raises(Temporary):
-            await stage.look()
+            await stage.observe_gang()
         stage.tell("1.0", 3)
         deadline = time.monotonic() + 60
-        seen = Seen()
-        while not seen.ranks and time.monotonic() < deadline:
+        observation = Observation()
+        while not observation.ranks and time.monotonic() < deadline:
             try:
-                seen = await stage.look()
+                observation = await stage.observe_gang()
             except Temporary:
                 await asyncio.sleep(0.05)
-        assert states(seen) == ["running", "exited", "running"]
-        assert seen.message == "it does not answer"
+        assert states(observation) == ["running", "exited", "running"]
+        assert observation.message == "it does not answer"
 
     staged(body)
 
@@ -312,11 +312,11 @@ def test_a_wrapper_that_is_killed_or_frozen_is_told_of(
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         os.kill(stage.backend.processes[1, 0].pid, number)
-        seen = await stage.until(lambda s: s.ranks[1].state == "exited")
-        ended = seen.ranks[1].exit
+        observation = await stage.until(lambda s: s.ranks[1].state == "exited")
+        ended = observation.ranks[1].exit
         assert ended is not None
-        assert (ended.code, ended.reason, ended.is_backends_word) == (None, "SupervisorLost", True)
-        assert states(seen) == ["running", "exited", "running"]
+        assert (ended.code, ended.reason, ended.is_from_backend) == (None, "SupervisorLost", True)
+        assert states(observation) == ["running", "exited", "running"]
         assert len(stage.rank_pids()) == 2
 
     staged(body)
@@ -332,7 +332,7 @@ def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
         await stage.running(3)
         place = stage.backend.place_of(stage.training)
         deadline = time.monotonic() + 30
-        while sum(name.endswith(".beat") for name in place.entries()) < 3:
+        while sum(name.endswith(".heartbeat") for name in place.entries()) < 3:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         for process in stage.backend.processes.values():
@@ -340,8 +340,8 @@ def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
         later = ProcessBackend(stage.backend.root, clock=lambda: time.time() + 3600)
         later.processes = stage.backend.processes
         stage.backend = later
-        seen = await stage.until(lambda s: states(s) == ["exited"] * 3)
-        for rank in seen.ranks:
+        observation = await stage.until(lambda s: states(s) == ["exited"] * 3)
+        for rank in observation.ranks:
             assert rank.exit is not None
             assert rank.started_at is not None
             assert 0 <= rank.exit.at - rank.started_at < 60
@@ -358,15 +358,15 @@ def test_the_backend_names_what_it_did(
     async def body(stage: Stage) -> None:
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
-        stage.backend.words = {(rank, 0): BackendJob("running") for rank in range(3)}
+        stage.backend.words = {(rank, 0): JobState("running") for rank in range(3)}
         for pid in stage.rank_pids():
             os.kill(pid, signal.SIGKILL)
         await stage.recorded(3)  # in time: a record that comes late is another matter
-        stage.backend.words = {(r, 0): BackendJob("ended", words, "Slurm: X") for r in range(3)}
-        seen = await stage.until(lambda s: states(s) == ["exited"] * 3)
-        assert [r.exit.reason for r in seen.ranks if r.exit] == [reason] * 3
-        assert [r.exit.code for r in seen.ranks if r.exit] == [137] * 3
-        assert [r.exit.message for r in seen.ranks if r.exit] == ["Slurm: X"] * 3
+        stage.backend.words = {(r, 0): JobState("ended", words, "Slurm: X") for r in range(3)}
+        observation = await stage.until(lambda s: states(s) == ["exited"] * 3)
+        assert [r.exit.reason for r in observation.ranks if r.exit] == [reason] * 3
+        assert [r.exit.code for r in observation.ranks if r.exit] == [137] * 3
+        assert [r.exit.message for r in observation.ranks if r.exit] == ["Slurm: X"] * 3
 
     staged(body)
 
@@ -426,10 +426,10 @@ def test_code_that_somebody_changed_is_not_run(staged: Callable[[Body], None]) -
         await stage.backend.apply(stage.training, DesiredState(version=1, size=1))
         (stage.folder / "records/u1/code").write_bytes(b"other code")
         stage.backend.start(stage.training, 0, 0)
-        seen = await stage.until(lambda s: states(s) == ["exited"])
-        assert seen.ranks[0].exit is not None
-        assert (seen.ranks[0].exit.code, stage.ran()) == (126, [])
-        assert "not the code that was deployed" in seen.ranks[0].exit.message
+        observation = await stage.until(lambda s: states(s) == ["exited"])
+        assert observation.ranks[0].exit is not None
+        assert (observation.ranks[0].exit.code, stage.ran()) == (126, [])
+        assert "not the code that was deployed" in observation.ranks[0].exit.message
 
     async def nothing(*_: Any) -> None:
         pass
@@ -478,16 +478,18 @@ def test_the_start_gate_does_not_count_an_attempt_that_has_ended(
         spec = replace(stage.training.spec, world_size=world, start_grace_s=600.0)
         training = replace(stage.training, spec=spec)
         place = stage.backend.place_of(training)
-        document = desired_document(DesiredState(version=1, size=2), None, {}, 1.0)
+        document = desired_record(1, 2, {}, None, {}, 1.0)
         await stage.backend._put(training, DESIRED, document)
         killed = {"atollExit": 1, "code": 137, "signal": "SIGKILL", "reason": "Signal", "at": 2.0,
                   "ran": False, "stopped": False, "host": "h"}  # fmt: skip
         for rank in range(2):
             place.create(name_of(rank, 0, CLAIM), write({"token": "t", "host": "h", "at": 1.0}))
-            stage.backend.words[rank, 0] = BackendJob("running")
+            stage.backend.words[rank, 0] = JobState("running")
         place.create(name_of(1, 0, EXIT), record_line(killed, 4096))
-        seen = await stage.backend.observe(training)
-        assert states(seen) == ["waiting", "waiting"]
-        assert not [followup for followup in seen.followups if isinstance(followup, OpenStartGate)]
+        observation = await stage.backend.observe(training)
+        assert states(observation) == ["waiting", "waiting"]
+        assert not [
+            followup for followup in observation.followups if isinstance(followup, OpenStartGate)
+        ]
 
     staged(body)

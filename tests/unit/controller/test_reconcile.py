@@ -9,26 +9,34 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import Reconciler
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.errors import Conflict, Permanent, StatusRefused, Temporary
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Exit, Followup, Seen, SeenRank, Status, Training
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    Observation,
+    ObservedRank,
+    Status,
+    Training,
+)
 
 WORLD = WorldSize(min=1, target=2, max=2)
 
 
 class Sweep(Followup, frozen=True):
-    room: str
+    capacity: str
 
 
 class Notebook:
     """A store and an executor that write down what is asked of them."""
 
-    def __init__(self, seen: Seen, **failures: Exception) -> None:
+    def __init__(self, observation: Observation, **failures: Exception) -> None:
         spec = TrainingSpec(name="t", command=["x"], world_size=WORLD)
         self.training = Training(namespace="n", uid="u", spec=spec)
-        self.seen = seen
+        self.observation = observation
         self.failures = failures
         self.lines: list[str] = []
 
@@ -47,19 +55,19 @@ class Notebook:
         self.training = replace(training, status=status)
         return self.training
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         self._note("observe")
-        return self.seen
+        return self.observation
 
     async def perform(self, training: Training, followup: Sweep) -> None:
         assert training is self.training, "a chore sees the status that was written"
-        self._note(f"perform {followup.room}")
+        self._note(f"perform {followup.capacity}")
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         self._note(f"apply {desired.size}")
 
     async def release(self, training: Training) -> None:
-        self.seen = Seen()
+        self.observation = Observation()
         self._note("release")
 
     async def purge(self, training: Training) -> None:
@@ -74,14 +82,14 @@ class Notebook:
     async def passes(self, count: int) -> float | None:
         store: Any = self
         executors: Any = {"local": self}
-        reconciler = Reconciler(store, executors, lambda: Time(100.0))
+        reconciler = Reconciler(store, executors, lambda: Now.at(100.0))
         for _ in range(count):
             again = await reconciler.reconcile(("n", "t"))
         return again
 
 
-def followups(*rooms: str, **more: Any) -> Seen:
-    return Seen(followups=tuple(Sweep(room=room) for room in rooms), **more)
+def followups(*rooms: str, **more: Any) -> Observation:
+    return Observation(followups=tuple(Sweep(capacity=capacity) for capacity in rooms), **more)
 
 
 def test_what_was_seen_is_stored_before_anything_is_done_about_it() -> None:
@@ -124,10 +132,10 @@ def test_the_next_look_is_the_sooner_of_both(again_in_s: float | None, expected:
 
 @pytest.mark.parametrize("error", [Temporary("busy"), Conflict("moved on"), Permanent("never")])
 def test_a_chore_that_fails_keeps_no_rank_from_being_stopped(error: Exception) -> None:
-    ranks = [SeenRank(rank=rank, state="running", started_at=99.0) for rank in (0, 1)]
+    ranks = [ObservedRank(rank=rank, state="running", started_at=99.0) for rank in (0, 1)]
     desired = DesiredState(version=1, size=2)
-    seen = followups("hall", "yard", ranks=ranks, desired=desired, is_supervised=True)
-    book = Notebook(seen, perform=error)
+    observation = followups("hall", "yard", ranks=ranks, desired=desired, is_supervised=True)
+    book = Notebook(observation, perform=error)
     spec = replace(book.training.spec, cancel=True)
     status = Status(phase=Phase.READY, desired=desired, gate_opened_at=98.0)
     book.training = replace(book.training, spec=spec, status=status)
@@ -138,9 +146,11 @@ def test_a_chore_that_fails_keeps_no_rank_from_being_stopped(error: Exception) -
 
 def test_a_status_that_the_store_refuses_holds_up_no_removal() -> None:
     ended = Exit(code=1, at=50.0, reason="Error")
-    ranks = [SeenRank(rank=n, state="exited", exit=ended, started_at=1.0) for n in range(2)]
-    seen = Seen(ranks=ranks, desired=DesiredState(version=1, size=2), is_supervised=True)
-    book = Notebook(seen, write=StatusRefused("too large"))
+    ranks = [ObservedRank(rank=n, state="exited", exit=ended, started_at=1.0) for n in range(2)]
+    observation = Observation(
+        ranks=ranks, desired=DesiredState(version=1, size=2), is_supervised=True
+    )
+    book = Notebook(observation, write=StatusRefused("too large"))
     with pytest.raises(StatusRefused):
         book.reconcile()
     assert book.lines == ["observe", "write"], "nothing is torn down that is still wanted"

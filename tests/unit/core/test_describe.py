@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.core.describe import failure_in_words, narrate
+from atoll.core.describe import describe_failure, events_between
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Status, Training, WorldStatus
@@ -17,7 +17,7 @@ def ended(rank: int, code: int, phase: RankPhase = "Failed") -> RankStatus:
 def told(ranks: list[RankStatus]) -> list[tuple[str, str]]:
     before = [RankStatus(rank=r.rank, phase="Running", attempt=0, started_at=0.5) for r in ranks]
     old, new = Status(phase=Phase.READY, ranks=before), Status(phase=Phase.READY, ranks=ranks)
-    return [(e.reason, e.message) for e in narrate(old, new, 2.0)]
+    return [(e.reason, e.message) for e in events_between(old, new, 2.0)]
 
 
 def test_one_rank_is_told_by_its_number() -> None:
@@ -57,7 +57,7 @@ def test_an_error_names_each_failed_rank_and_of_thousands_their_ranges() -> None
     def words(count: int) -> str:
         exits = [RankExit(rank=n, exit_code=7, termination_reason="Error") for n in range(count)]
         status = Status(phase=Phase.FAILED, rank_exits=exits, root_cause=exits[0])
-        return failure_in_words(Training(namespace="n", uid="u", spec=spec, status=status))
+        return describe_failure(Training(namespace="n", uid="u", spec=spec, status=status))
 
     assert "rank 1: exit_code=7 reason=Error" in words(3)
     assert "ranks 0-9999: exit_code=7 reason=Error" in words(10_000)
@@ -68,6 +68,6 @@ def test_one_rank_is_wanted_and_two_ranks_are() -> None:
     def accepted(target: int) -> str:
         world = WorldStatus(ready=0, target=target, min=1, max=2, below_minimum=True)
         new = Status(phase=Phase.PENDING, world=world)
-        return next(e.message for e in narrate(Status(), new, 1.0) if e.reason == "Accepted")
+        return next(e.message for e in events_between(Status(), new, 1.0) if e.reason == "Accepted")
 
     assert [accepted(1), accepted(2)] == ["1 rank wanted", "2 ranks wanted"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core import html
-from atoll.core.metrics import NewestFigure
+from atoll.core.metrics import LatestMetric
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import LogLine, RankExit, RankStatus, Status, Training, WorldStatus
@@ -27,13 +27,13 @@ def training(**status: object) -> Training:
 def test_text_is_escaped_as_the_standard_library_does_and_has_no_controls(text: str) -> None:
     shown = html.text(text)
     assert not set(shown) & set("<>\"'\x00\x1b\n")
-    assert standard.unescape(shown) == html.visible(text)
+    assert standard.unescape(shown) == html.escape_control(text)
 
 
 def test_nothing_that_a_rank_says_is_markup() -> None:
     ended = RankExit(rank=1, exit_code=1, termination_reason="Error", host=BAD, message=BAD,
                      log_tail=[BAD])  # fmt: skip
-    figure = NewestFigure(training="run", uid="u", name=BAD, value="nan", step=3, at=1.0, spark=[])
+    figure = LatestMetric(training="run", uid="u", name=BAD, value="nan", step=3, at=1.0, spark=[])
     shown = [
         LogLine(rank=0, text=BAD)._repr_html_(),
         html.lines_html([LogLine(rank=0, text=BAD)]),
@@ -63,7 +63,7 @@ def test_a_world_and_a_training_say_how_they_are() -> None:
 
 def test_long_logs_show_their_end_and_say_so() -> None:
     lines = [LogLine(rank=0, text=f"line {n}") for n in range(2_000)]
-    shown = html.ShownList(lines, html.lines_html)
+    shown = html.HtmlList(lines, html.lines_html)
     assert shown == lines
     assert pickle.loads(pickle.dumps(shown)) == lines
     page = shown._repr_html_()

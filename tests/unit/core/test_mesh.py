@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from atoll.core.clock import Now
 from atoll.core.mesh import MeshState
 from atoll.core.plan import plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, MeshStatus, Seen, SeenRank, Status, Training
+from atoll.core.status import DesiredState, MeshStatus, Observation, ObservedRank, Status, Training
 
 
-def look(mesh: MeshStatus | None) -> Seen:
-    ranks = [SeenRank(rank=0, state="running", started_at=1.0)]
-    return Seen(ranks=ranks, desired=DesiredState(version=1, size=1), is_supervised=True, mesh=mesh)
+def observe(mesh: MeshStatus | None) -> Observation:
+    ranks = [ObservedRank(rank=0, state="running", started_at=1.0)]
+    return Observation(
+        ranks=ranks, desired=DesiredState(version=1, size=1), is_supervised=True, mesh=mesh
+    )
 
 
 def conditions(status: Status) -> dict[str, tuple[str, str, str, float]]:
@@ -26,7 +29,7 @@ def conditions(status: Status) -> dict[str, tuple[str, str, str, float]]:
 def test_conditions_follow_the_mesh_and_keep_the_time_of_change() -> None:
     spec = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["x"])
     training = Training(namespace="n", uid="u", spec=spec)
-    made = plan(training, look(None), 1.0)
+    made = plan(training, observe(None), Now.at(1.0))
     assert conditions(made.status) == {}
     cut = "cannot talk: a <-> b"
     steps = [
@@ -37,7 +40,7 @@ def test_conditions_follow_the_mesh_and_keep_the_time_of_change() -> None:
     ]
     for now, mesh, (capable, degraded) in steps:
         training = replace(training, status=made.status)
-        made = plan(training, look(mesh), now)
+        made = plan(training, observe(mesh), Now.at(now))
         found = conditions(made.status)
         assert (found["MeshCapable"][0], found["DegradedMesh"][0]) == (capable, degraded)
         if now == 4.0:

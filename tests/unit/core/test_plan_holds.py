@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S
 from atoll.core.phase import Phase
-from atoll.core.plan import STALE_S, Apply, Forget, Release
+from atoll.core.plan import STALE_S, Apply, Delete, Stop
 from atoll.core.spec import BenchSpec
-from atoll.core.status import BenchSeen, SeenRank
+from atoll.core.status import ObservedBench, ObservedRank
 from tests.unit.core.test_plan import Story, running, timed
 
 
@@ -19,24 +19,24 @@ def test_ranks_that_have_run_are_not_asked_for_again_where_the_wish_is_not_seen(
 ) -> None:
     """The look is late, or the wish is lost: an executor that is asked again starts them twice."""
     story = Story()
-    story.look()
+    story.observe()
     story.ranks(**{f"r{rank}": "running" for rank in range(4)})
     desired = story.status.desired
-    made = story.look(after_s=0.5, ranks=[], desired=None, is_supervised=is_supervised)
+    made = story.observe(after_s=0.5, ranks=[], desired=None, is_supervised=is_supervised)
     assert made.actions == ()
     assert (made.status.desired, made.status.failing) == (desired, "")
 
 
 def test_ranks_that_have_never_run_are_asked_for_again_where_the_wish_is_not_seen() -> None:
     story = Story()
-    story.look()
-    made = story.look(desired=None, is_supervised=False)
+    story.observe()
+    made = story.observe(desired=None, is_supervised=False)
     assert [action.desired.size for action in made.actions if isinstance(action, Apply)] == [4]
 
 
 def discarded(story: Story) -> dict[int, int]:
-    assert story.seen.desired is not None
-    return story.seen.desired.discarded_attempts
+    assert story.observation.desired is not None
+    return story.observation.desired.discarded_attempts
 
 
 def test_a_rank_that_atoll_stopped_and_still_wants_starts_anew() -> None:
@@ -51,7 +51,7 @@ def test_a_rank_that_was_stopped_for_good_does_not_start_anew(why: str) -> None:
     story = running(Story(low=4, max_restarts=0))
     if why == "cancelled":
         story.spec(cancel=True)
-        story.look()
+        story.observe()
     else:
         story.ranks(r0="exit 1")
         assert story.status.failing == "RankFailed"
@@ -69,9 +69,9 @@ def test_an_end_that_nobody_asked_to_change_refuses_nothing() -> None:
 
 def test_a_look_that_tells_no_time_is_dated_by_the_skew_that_is_known() -> None:
     story = Story(target=2, deadline_s=3600)
-    story.look()
-    ranks = [SeenRank(rank=rank, state="running", started_at=50_000.0) for rank in (0, 1)]
-    story.seen = replace(story.seen, ranks=ranks)
+    story.observe()
+    ranks = [ObservedRank(rank=rank, state="running", started_at=50_000.0) for rank in (0, 1)]
+    story.observation = replace(story.observation, ranks=ranks)
     timed(story, 9000.0, 9000.0, at=50_000.0)
     made = timed(story, 9010.0, 9010.0)
     assert made.status.failing == ""
@@ -83,7 +83,7 @@ def test_a_start_grace_is_counted_from_the_first_look_by_the_steady_clock() -> N
     """The wall clock that dated the training may have been far off."""
     story = Story(start_grace_s=30)
     story.training = replace(story.training, created_at=7200.0)
-    story.seen = replace(story.seen, room=3)
+    story.observation = replace(story.observation, capacity=3)
     timed(story, 7200.0, 1.0)
     assert timed(story, 7201.0, 30.0).actions == ()
     (action,) = timed(story, 7202.0, 31.0).actions
@@ -94,9 +94,9 @@ def test_a_start_grace_is_counted_from_the_first_look_by_the_steady_clock() -> N
 @pytest.mark.parametrize("step", [-5000.0, 0.0, 5000.0])
 def test_a_bench_is_given_up_after_its_limit_by_the_steady_clock(step: float) -> None:
     story = Story(bench=BenchSpec(mode="on-start"))
-    story.seen = replace(story.seen, bench=BenchSeen(state="idle"))
+    story.observation = replace(story.observation, bench=ObservedBench(state="idle"))
     running(story)
-    story.seen = replace(story.seen, bench=BenchSeen(state="running"))
+    story.observation = replace(story.observation, bench=ObservedBench(state="running"))
     made = timed(story, 10.0 + step, 10.0)
     assert made.status.bench.phase == "Running"
     made = timed(story, 20.0, 20.0)
@@ -117,7 +117,7 @@ def test_ranks_that_fail_while_they_are_cancelled_make_no_failure_of_it() -> Non
 def test_the_first_reason_to_fail_stays_whatever_comes_after_it() -> None:
     story = running(Story(low=4, max_restarts=0, deadline_s=60))
     story.ranks(r0="exit 1")
-    story.look(after_s=100.0)
+    story.observe(after_s=100.0)
     assert (story.status.failing, story.status.failing_message) == ("RankFailed", "")
     story.ranks(r1="stopped", r2="stopped", r3="stopped")
     assert (story.status.phase, story.status.reason) == (Phase.FAILED, "RankFailed")
@@ -135,7 +135,7 @@ def ended(how: str) -> Story:
     story = running(Story(low=2, target=2, max_restarts=0), 2)
     if how == "cancelled":
         story.spec(cancel=True)
-        story.look()
+        story.observe()
         story.ranks(r0="exit 1")
     if how == "failed":
         story.ranks(r0="exit 1")
@@ -164,7 +164,7 @@ def test_only_a_failure_has_a_root_cause() -> None:
 
 def test_how_many_ranks_are_ready_is_told_beside_the_minimum() -> None:
     story = Story()
-    story.look()
+    story.observe()
     story.ranks(r0="running")
     (below,) = [c for c in story.status.conditions if c.type == "BelowMinimum"]
     assert (below.status, below.message) == ("True", "1 of 4 ranks ready")
@@ -172,17 +172,17 @@ def test_how_many_ranks_are_ready_is_told_beside_the_minimum() -> None:
 
 def test_ranks_are_not_given_up_while_somebody_supervises_them() -> None:
     story = running(Story())
-    story.look(after_s=100.0, desired=None, is_supervised=True)
+    story.observe(after_s=100.0, desired=None, is_supervised=True)
     assert story.status.failing == ""
-    story.look(after_s=100.0, is_supervised=False)
+    story.observe(after_s=100.0, is_supervised=False)
     assert story.status.failing == "ExecutorLost"
 
 
 def test_a_cancel_asks_nothing_of_an_executor_whose_wish_is_not_seen() -> None:
     story = Story()
-    story.look()
+    story.observe()
     story.spec(cancel=True)
-    made = story.look(after_s=0.5, desired=None, is_supervised=False)
+    made = story.observe(after_s=0.5, desired=None, is_supervised=False)
     assert made.actions == ()
     assert story.status.phase is Phase.PENDING
 
@@ -190,22 +190,22 @@ def test_a_cancel_asks_nothing_of_an_executor_whose_wish_is_not_seen() -> None:
 def test_a_change_after_the_end_is_refused_aloud_and_a_deletion_is_not() -> None:
     story = ended("succeeded")
     story.scale(3)
-    story.look()
+    story.observe()
     assert story.told[-1] == "UDTerminalState"
     assert story.status.observed_generation == story.training.generation
     story.told.clear()
     story.training = replace(
         story.training, generation=story.training.generation + 1, deletion_requested_at=story.now
     )
-    story.look()
+    story.observe()
     assert story.told == []
     assert story.status.observed_generation == story.training.generation
 
 
 def test_what_is_supervised_after_the_end_is_released() -> None:
     story = ended("succeeded")
-    assert story.look(desired=None, ranks=[], is_supervised=True).actions == (Release(),)
-    assert story.look(is_supervised=False).actions == ()
+    assert story.observe(desired=None, ranks=[], is_supervised=True).actions == (Stop(),)
+    assert story.observe(is_supervised=False).actions == ()
     assert story.status.is_released
 
 
@@ -213,19 +213,19 @@ def test_a_record_goes_when_its_time_is_over() -> None:
     story = running(Story(target=2, ttl_seconds=600), 2)
     story.ranks(r0="exit 0", r1="exit 0")
     for _ in range(2):
-        story.look(after_s=1.0, desired=None, ranks=[], is_supervised=False)
-    assert story.look(after_s=500.0).actions == ()
-    assert story.look(after_s=100.0).actions == (Forget(),)
+        story.observe(after_s=1.0, desired=None, ranks=[], is_supervised=False)
+    assert story.observe(after_s=500.0).actions == ()
+    assert story.observe(after_s=100.0).actions == (Delete(),)
 
 
 def test_what_was_asked_for_is_looked_at_again_once_a_look_cannot_be_late() -> None:
-    assert Story().look().requeue_after_s == STALE_S
+    assert Story().observe().requeue_after_s == STALE_S
 
 
 def test_the_newest_rendezvous_endpoint_counts_and_none_takes_nothing_back() -> None:
     story = Story()
     for endpoint in ("a:1", "", "b:2"):
-        story.look(rendezvous_endpoint=endpoint)
+        story.observe(rendezvous_endpoint=endpoint)
         assert story.status.rendezvous_endpoint == (endpoint or "a:1")
 
 
@@ -235,7 +235,7 @@ def test_every_new_wish_has_the_next_version() -> None:
     versions = [story.status.desired.version]
     for target in (6, 3, 6):
         story.scale(target)
-        story.look()
+        story.observe()
         versions.append(story.status.desired.version)
     assert versions == [1, 2, 3, 4]
 
@@ -251,15 +251,15 @@ def test_a_world_of_exactly_min_ranks_goes_on() -> None:
 def test_a_single_rank_is_stopped_by_a_cancel() -> None:
     story = running(Story(low=1, target=1), 1)
     story.spec(cancel=True)
-    story.look()
+    story.observe()
     assert story.desired_size == 0
 
 
 def test_a_cancel_is_not_over_while_somebody_may_still_start_ranks() -> None:
     story = Story()
-    story.look()
+    story.observe()
     story.spec(cancel=True)
-    story.look(after_s=100.0, desired=None, is_supervised=True)
+    story.observe(after_s=100.0, desired=None, is_supervised=True)
     assert story.status.phase is Phase.PENDING
-    story.look(is_supervised=False)
+    story.observe(is_supervised=False)
     assert story.status.phase is Phase.CANCELLED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atoll.core.ranks import merge_ranks, waiting_message
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import RankStatus, Seen, Status
+from atoll.core.status import Observation, RankStatus, Status
 
 WORLD = WorldSize(min=1, target=1, max=1)
 SPEC = TrainingSpec(name="tiny", command=["true"], world_size=WORLD)
@@ -13,6 +13,8 @@ SPEC = TrainingSpec(name="tiny", command=["true"], world_size=WORLD)
 def test_a_rank_that_nobody_has_seen_shows_what_the_executor_says_now() -> None:
     rank = RankStatus(rank=0)
     for said, shown in [("", "starting"), ("quota: 1", "quota: 1"), ("quota: 2", "quota: 2")]:
-        seen = Seen(message=said)
-        rank = waiting_message(merge_ranks([rank], seen, SPEC, 0.0)[0], Status(), seen, WORLD)
+        observation = Observation(message=said)
+        rank = waiting_message(
+            merge_ranks([rank], observation, SPEC, 0.0)[0], Status(), observation, WORLD
+        )
         assert rank.message == shown

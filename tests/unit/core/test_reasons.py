@@ -15,18 +15,18 @@ import atoll
 from atoll.backends.kubernetes.crd import render_crd
 from atoll.cli.report import end_report
 from atoll.core.describe import (
+    describe_end,
+    describe_exit,
+    describe_failure,
     describe_others,
-    end_in_words,
-    exit_in_words,
+    describe_phase,
+    describe_status,
     exit_line,
-    failure_in_words,
-    phase_in_words,
-    status_in_words,
 )
 from atoll.core.html import text, training_html
 from atoll.core.model import decode, encode
 from atoll.core.phase import RULES, Phase
-from atoll.core.reasons import PhaseReason, RankEnd, listing, meaning_of, why_ended
+from atoll.core.reasons import ExitReason, PhaseReason, describe_meaning, describe_reason, listing
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.replicas.surface import error_of
@@ -34,15 +34,15 @@ from atoll.server.basilica.wire import deployment
 
 SOURCES = Path(atoll.__file__).parent
 # What programs compare with: a value may be added, none may change.
-RANK_ENDS = (
+EXIT_REASONS = (
     "Completed Error Signal OOMKilled Stopped CommandNotFound CannotRun Frozen SupervisorLost "
     "Evicted Preempted Rejected HostLost Deleted InitFailed StartGateFailed DeadlineExceeded "
     "TimeLimit Vanished Unknown"
 ).split()
 PHASE_REASONS = (
     "RankFailed DeadlineExceeded ExecutorRefused ExecutorLost BenchNotMeasured LinkTooSlow "
-    "InvalidSpec AllRanksExited CancelRequested Failing Cancelling QuorumReached WaitingForRoom "
-    "BelowMinimum"
+    "InvalidSpec AllRanksExited CancelRequested Failing Cancelling QuorumReached "
+    "WaitingForCapacity BelowMinimum"
 ).split()
 
 
@@ -74,21 +74,21 @@ def failed(cause: RankExit | None = None, **status: Any) -> Training:
 
 
 def test_the_values_that_travel_stay() -> None:
-    assert list(RankEnd) == RANK_ENDS
+    assert list(ExitReason) == EXIT_REASONS
     assert list(PhaseReason) == PHASE_REASONS
     assert {rule.reason for rule in RULES} <= set(PhaseReason)
 
 
 def test_a_reason_travels_as_its_value() -> None:
-    made = Exit(code=1, at=0.0, reason=RankEnd.ERROR)
+    made = Exit(code=1, at=0.0, reason=ExitReason.ERROR)
     assert encode(made) == b'{"code":1,"at":0.0,"reason":"Error"}'
     assert decode(encode(made), Exit) == made
-    assert f"{RankEnd.ERROR}" == "Error"
+    assert f"{ExitReason.ERROR}" == "Error"
 
 
 def test_what_supervises_ranks_can_import_the_names_without_any_package() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from atoll.core.reasons import RankEnd"
-    told = "print(RankEnd.STOPPED, 'msgspec' in sys.modules)"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from atoll.core.reasons import ExitReason"
+    told = "print(ExitReason.STOPPED, 'msgspec' in sys.modules)"
     words = [sys.executable, "-I", "-S", "-c", f"{code}; {told}", str(SOURCES.parent)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "Stopped False\n"
@@ -141,7 +141,7 @@ def test_what_supervises_ranks_can_import_the_names_without_any_package() -> Non
     ],
 )
 def test_an_exit_in_words(rank_exit: RankExit, words: str, line: str) -> None:
-    assert exit_in_words(rank_exit) == words
+    assert describe_exit(rank_exit) == words
     assert exit_line(1, rank_exit) == line
     attempt = Exit(
         code=rank_exit.exit_code,
@@ -150,18 +150,18 @@ def test_an_exit_in_words(rank_exit: RankExit, words: str, line: str) -> None:
         signal=rank_exit.signal,
         message=rank_exit.message,
     )
-    assert exit_in_words(attempt) == words
+    assert describe_exit(attempt) == words
     assert exit_line(1, attempt) == line
 
 
-@pytest.mark.parametrize("reason", [*RANK_ENDS, "EatenByABear", ""])
+@pytest.mark.parametrize("reason", [*EXIT_REASONS, "EatenByABear", ""])
 def test_every_end_is_told_by_everybody_in_the_same_words(reason: str) -> None:
     cause = ended(7, reason, message="so it says")
     training = failed(cause, reason="RankFailed")
-    line, words = exit_line(1, cause), exit_in_words(cause)
-    assert status_in_words(training.status) == line
-    assert line in failure_in_words(training)
-    assert end_in_words(training) == f"t failed: rank 1 failed first: it {words}"
+    line, words = exit_line(1, cause), describe_exit(cause)
+    assert describe_status(training.status) == line
+    assert line in describe_failure(training)
+    assert describe_end(training) == f"t failed: rank 1 failed first: it {words}"
     attempt = Exit(code=7, at=0.0, reason=reason, message="so it says")
     rank = RankStatus(rank=1, phase="Failed", exit=attempt)
     assert error_of(training, rank, "failed") == words
@@ -208,7 +208,7 @@ def test_ranks_that_failed_alike_are_told_together(
     """By `atoll run`, the errors, the page and the notebook, from the same function."""
     training = failed(next(e for e in exits if e.rank == 1), reason="RankFailed")
     training = replace(training, status=replace(training.status, rank_exits=exits))
-    assert end_in_words(training) == f"t failed: {cause}"
+    assert describe_end(training) == f"t failed: {cause}"
     assert describe_others(training.status) == others
     assert end_report(training).split("\n")[: 1 + len(others)] == [
         f"t failed: {cause}",
@@ -217,32 +217,32 @@ def test_ranks_that_failed_alike_are_told_together(
     shown = training_html(training)
     assert all(text(line) in shown for line in (cause, *others))
     if "alike" in cause:
-        assert failure_in_words(training).startswith(f"training 't' failed: {cause}; rank 1: exit")
-        assert status_in_words(training.status) == cause
+        assert describe_failure(training).startswith(f"training 't' failed: {cause}; rank 1: exit")
+        assert describe_status(training.status) == cause
 
 
 @pytest.mark.parametrize("reason", PHASE_REASONS)
 def test_a_training_without_words_of_its_own_has_those_of_its_reason(reason: str) -> None:
     training = failed(reason=reason)
-    meaning = meaning_of(reason, PhaseReason)
+    meaning = describe_meaning(reason, PhaseReason)
     assert meaning != reason
-    assert phase_in_words(training.status) == meaning
-    assert end_in_words(training) == f"t failed: {meaning}"
-    assert failure_in_words(training) == f"training 't' failed: {meaning}"
+    assert describe_phase(training.status) == meaning
+    assert describe_end(training) == f"t failed: {meaning}"
+    assert describe_failure(training) == f"training 't' failed: {meaning}"
     assert deployment(training)["message"] == f"{reason}: {meaning}"
 
 
 def test_a_reason_of_a_newer_release_is_shown_as_it_is() -> None:
-    assert meaning_of("EatenByABear", PhaseReason) == "EatenByABear"
-    assert why_ended("EatenByABear") == "EatenByABear"
-    assert end_in_words(failed(reason="EatenByABear")) == "t failed: EatenByABear"
-    assert end_in_words(failed()) == "t failed: failed"
+    assert describe_meaning("EatenByABear", PhaseReason) == "EatenByABear"
+    assert describe_reason("EatenByABear") == "EatenByABear"
+    assert describe_end(failed(reason="EatenByABear")) == "t failed: EatenByABear"
+    assert describe_end(failed()) == "t failed: failed"
 
 
 def test_the_custom_resource_describes_every_reason() -> None:
     (version,) = render_crd()["spec"]["versions"]
     status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
-    assert listing(RankEnd) in status["description"]
+    assert listing(ExitReason) in status["description"]
     assert listing(PhaseReason) in status["properties"]["reason"]["description"]
 
 
@@ -255,7 +255,7 @@ def test_no_reason_is_a_bare_string() -> None:
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", "") in ("Exit", "RankExit", "Rule")
         for argument in [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg)]
-        if isinstance(argument, ast.Constant) and argument.value in {*RANK_ENDS, *PHASE_REASONS}
+        if isinstance(argument, ast.Constant) and argument.value in {*EXIT_REASONS, *PHASE_REASONS}
     ]
     assert bare == []
 

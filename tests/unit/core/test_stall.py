@@ -5,25 +5,28 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from atoll.core.clock import Now
 from atoll.core.errors import ValidationError
 from atoll.core.plan import Plan, plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.stall import look_again_s, with_quiet
-from atoll.core.status import Condition, DesiredState, Seen, SeenRank, Status, Training
+from atoll.core.stall import check_again_s, with_idle_times
+from atoll.core.status import Condition, DesiredState, Observation, ObservedRank, Status, Training
 
 SPEC = TrainingSpec(
     name="t", command=["true"], world_size=WorldSize(min=1, target=3, max=3), stall_s=10.0
 )
 
 
-def after(status: Status, now: float, *quiet_s: float | None, spec: TrainingSpec = SPEC) -> Plan:
+def after(status: Status, now: float, *idle_s: float | None, spec: TrainingSpec = SPEC) -> Plan:
     ranks = [
-        SeenRank(rank=rank, state="running", started_at=1.0, quiet_s=quiet)
-        for rank, quiet in enumerate(quiet_s)
+        ObservedRank(rank=rank, state="running", started_at=1.0, idle_s=quiet)
+        for rank, quiet in enumerate(idle_s)
     ]
     training = Training(namespace="n", uid="u", spec=spec, status=status)
-    seen = Seen(ranks=ranks, desired=DesiredState(version=1, size=3), is_supervised=True)
-    return plan(training, seen, now)
+    observation = Observation(
+        ranks=ranks, desired=DesiredState(version=1, size=3), is_supervised=True
+    )
+    return plan(training, observation, Now.at(now))
 
 
 def stalled(status: Status) -> Condition | None:
@@ -84,14 +87,18 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
 
 
 def test_looks_are_neither_rare_nor_too_many() -> None:
-    assert [look_again_s(s) for s in (1.0, 10.0, 600.0)] == [0.25, 2.5, 30.0]
+    assert [check_again_s(s) for s in (1.0, 10.0, 600.0)] == [0.25, 2.5, 30.0]
 
 
 def test_what_is_known_from_elsewhere_is_put_where_the_executor_saw_nothing() -> None:
     training = Training(namespace="n", uid="u", spec=SPEC)
-    ranks = [SeenRank(rank=r, state="running", quiet_s=q) for r, q in enumerate([3.0, None, None])]
-    seen = with_quiet(training, Seen(ranks=ranks, again_in_s=100.0), {0: 50.0, 1: 60.0})
-    assert [look.quiet_s for look in seen.ranks] == [3.0, 60.0, None]
-    assert seen.again_in_s == 2.5, "it is looked at again before stall_s has passed"
+    ranks = [
+        ObservedRank(rank=r, state="running", idle_s=q) for r, q in enumerate([3.0, None, None])
+    ]
+    observation = with_idle_times(
+        training, Observation(ranks=ranks, again_in_s=100.0), {0: 50.0, 1: 60.0}
+    )
+    assert [observed_rank.idle_s for observed_rank in observation.ranks] == [3.0, 60.0, None]
+    assert observation.again_in_s == 2.5, "it is looked at again before stall_s has passed"
     unasked = replace(training, spec=replace(SPEC, stall_s=None))
-    assert with_quiet(unasked, Seen(ranks=ranks), {1: 60.0}).ranks == ranks
+    assert with_idle_times(unasked, Observation(ranks=ranks), {1: 60.0}).ranks == ranks

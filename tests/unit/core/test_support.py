@@ -20,7 +20,7 @@ from atoll.backends.slurm.render import render_script
 from atoll.core.errors import ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, Resources, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
-from atoll.core.support import describe_unsupported, ignorable_fields, ignore, unsupported_fields
+from atoll.core.support import describe_unsupported, ignore, optional_fields, unsupported_fields
 
 PLAIN = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
 A100 = Resources(gpu_count=1, gpu_models=["A100"])
@@ -85,7 +85,7 @@ def test_a_field_is_rendered_or_refused_or_told(backend: str, field: str) -> Non
     options, render = BACKENDS[backend]
     limits = sys.modules[type(options).__module__].SUPPORTS
     for without, with_it in PAIRS[field]:
-        assert ignorable_fields(with_it)[field]
+        assert optional_fields(with_it)[field]
         try:
             options.check(with_it)
             rendered = render(with_it, options)
@@ -108,8 +108,8 @@ def test_every_field_that_may_be_told_is_tried() -> None:
         stall_s=60.0,
     )
     # Stalls are seen by the executor, not by what it submits.
-    assert set(ignorable_fields(everything)) == {*PAIRS, "stall_s"}
-    assert ignorable_fields(PLAIN) == {}
+    assert set(optional_fields(everything)) == {*PAIRS, "stall_s"}
+    assert optional_fields(PLAIN) == {}
 
 
 def test_the_line_has_fields_values_and_reasons() -> None:

@@ -6,17 +6,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.core.clock import Now
 from atoll.core.plan import plan
-from atoll.core.rounds import KeptRound, RankRounds, RoundFacts, summary_of, with_rounds
+from atoll.core.rounds import RankRounds, RoundFacts, StoredRound, summary_of, with_rounds
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import (
     DesiredState,
     Exit,
+    Observation,
+    ObservedRank,
+    ObservedRounds,
     RankPhase,
     RankStatus,
-    RoundsSeen,
-    Seen,
-    SeenRank,
     Training,
 )
 from atoll.core.warnings import MAX_WARNINGS, find_warnings, merge_warnings
@@ -38,9 +39,9 @@ def running(*started: float | None) -> list[RankStatus]:
     ]
 
 
-def seen_ranks(rounds: RoundsSeen | None) -> Seen:
-    ranks = [SeenRank(rank=rank, state="running", started_at=1.0) for rank in range(3)]
-    return Seen(
+def seen_ranks(rounds: ObservedRounds | None) -> Observation:
+    ranks = [ObservedRank(rank=rank, state="running", started_at=1.0) for rank in range(3)]
+    return Observation(
         ranks=ranks, desired=DesiredState(version=1, size=3), is_supervised=True, rounds=rounds
     )
 
@@ -50,11 +51,11 @@ def events(made: Any) -> list[tuple[str, str]]:
 
 
 def test_a_warning_is_an_event_once_a_condition_and_stays() -> None:
-    first = plan(training(), seen_ranks(RoundsSeen(warnings=[SAME])), 10.0)
+    first = plan(training(), seen_ranks(ObservedRounds(warnings=[SAME])), Now.at(10.0))
     assert events(first) == [("Warning", SAME)]
     assert first.status.warnings == [SAME]
     now = replace(training(), status=first.status)
-    again = plan(now, seen_ranks(None), 20.0)  # a control plane that was started again
+    again = plan(now, seen_ranks(None), Now.at(20.0))  # a control plane that was started again
     assert again.status.warnings == [SAME]
     assert not events(again)
     (condition,) = [c for c in again.status.conditions if c.type == "Warnings"]
@@ -63,36 +64,38 @@ def test_a_warning_is_an_event_once_a_condition_and_stays() -> None:
 
 def test_a_warning_that_comes_after_the_end_is_told_too() -> None:
     ended = [
-        SeenRank(
+        ObservedRank(
             rank=r, state="exited", started_at=1.0, exit=Exit(code=0, at=5.0, reason="Completed")
         )
         for r in range(3)
     ]
-    done = plan(training(), replace(seen_ranks(None), ranks=ended), 10.0).status
+    done = plan(training(), replace(seen_ranks(None), ranks=ended), Now.at(10.0)).status
     done = plan(
-        replace(training(), status=done), replace(seen_ranks(None), ranks=ended), 11.0
+        replace(training(), status=done), replace(seen_ranks(None), ranks=ended), Now.at(11.0)
     ).status
     assert done.phase == "succeeded"
     over = replace(training(), status=replace(done, is_released=True))
-    reported = Seen(rounds=RoundsSeen(warnings=[SAME]))
-    late = plan(over, reported, 12.0)
+    reported = Observation(rounds=ObservedRounds(warnings=[SAME]))
+    late = plan(over, reported, Now.at(12.0))
     assert events(late) == [("Warning", SAME)]
     assert late.status.phase == "succeeded"
     assert not late.actions
     settled = plan(
-        replace(over, status=late.status), Seen(rounds=RoundsSeen(warnings=[SAME])), 13.0
+        replace(over, status=late.status),
+        Observation(rounds=ObservedRounds(warnings=[SAME])),
+        Now.at(13.0),
     )
     assert settled.status == late.status
     assert not settled.events
 
 
 def test_a_contribution_that_was_not_finite_names_the_rank_and_the_round() -> None:
-    found = find_warnings(training(), (), RoundsSeen(newest=9, last={0: 9, 1: 9}, bad={1: 3}))
+    found = find_warnings(training(), (), ObservedRounds(newest=9, last={0: 9, 1: 9}, bad={1: 3}))
     assert found == ["round 3 left out rank 1: its pseudo-gradient was not finite"]
 
 
 def test_a_rank_that_runs_and_is_absent_from_ten_rounds_is_told_of() -> None:
-    rounds = RoundsSeen(newest=20, recent_since=100.0, last={0: 20, 2: 20})
+    rounds = ObservedRounds(newest=20, recent_since=100.0, last={0: 20, 2: 20})
     words = ["rank 1 was in none of 10 rounds in a row while it ran"]
     assert find_warnings(training(), running(1.0, 1.0, 1.0), rounds) == words
     assert find_warnings(training(), running(1.0, 150.0, 1.0), rounds) == []  # it came later
@@ -107,7 +110,7 @@ def test_a_rank_that_runs_and_is_absent_from_ten_rounds_is_told_of() -> None:
 def test_one_replica_of_all_ranks_has_no_absent_ranks() -> None:
     spec = replace(training().spec, rendezvous=RendezvousSpec(backend="c10d"))
     whole = replace(training(), spec=spec)
-    rounds = RoundsSeen(newest=20, recent_since=100.0, last={0: 20})
+    rounds = ObservedRounds(newest=20, recent_since=100.0, last={0: 20})
     assert find_warnings(whole, running(1.0, 1.0, 1.0), rounds) == []
 
 
@@ -119,7 +122,7 @@ def test_warnings_are_bounded() -> None:
 def test_the_words_of_rounds_name_ranks_of_the_training_that_were_not_in_the_newest() -> None:
     facts = RoundFacts(run="r", round=9, members=[0, 2], at=5.0)
     counts = [RankRounds(rank=rank, rounds=10, last=9) for rank in (0, 2)]
-    summary = summary_of("r", [KeptRound(seen=facts)], 0.0, None, ranks=counts)
+    summary = summary_of("r", [StoredRound(observed=facts)], 0.0, None, ranks=counts)
     assert summary is not None
     now = training()
 

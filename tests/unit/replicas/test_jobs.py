@@ -10,12 +10,12 @@ import pytest
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job
-from atoll.core.errors import NotFound, Permanent
+from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Exit, Seen, SeenRank, Training
+from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
 from atoll.replicas.jobs import ScriptJobs, as_launch, training_of
-from atoll.replicas.shared import without_gang
+from atoll.replicas.plane import without_gang
 
 SPEC = TrainingSpec(
     name="replicas-1",
@@ -98,16 +98,16 @@ def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:
             raise NotFound("namespaces", "team")
 
     jobs = ScriptJobs(cluster=cast(Cluster, Elsewhere()), image="image:1", namespace="team")
-    with pytest.raises(Permanent, match="the namespace 'team' does not exist"):
-        asyncio.run(jobs._create(TRAINING, DesiredState(version=1, size=3)))
+    with pytest.raises(ValidationError, match="namespace: 'team' is not valid: .* that exists"):
+        asyncio.run(jobs.dry_run(SPEC, "team"))
 
 
 @pytest.mark.parametrize(("reason", "is_stopped"), [("Error", False), ("Deleted", True)])
 def test_of_a_gang_that_somebody_deleted_what_ended_by_itself_was_not_stopped(
     reason: str, is_stopped: bool
 ) -> None:
-    ended = SeenRank(rank=0, state="exited", exit=Exit(code=3, at=1.0, reason=reason))
+    ended = ObservedRank(rank=0, state="exited", exit=Exit(code=3, at=1.0, reason=reason))
     training = Training(namespace="x", uid="x", spec=SPEC)
-    (rank,) = without_gang(training, Seen(ranks=[ended]), 2.0).ranks
+    (rank,) = without_gang(training, Observation(ranks=[ended]), 2.0).ranks
     assert rank.exit is not None
     assert rank.exit.is_stopped == is_stopped

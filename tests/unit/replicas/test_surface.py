@@ -15,11 +15,19 @@ from msgspec.structs import replace
 from atoll.core import plan
 from atoll.core.errors import Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor, Key
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, Exit, Followup, LogLine, Seen, SeenRank, Training
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    LogLine,
+    Observation,
+    ObservedRank,
+    Training,
+)
 from atoll.replicas import plane
-from atoll.replicas.shared import SharedBackend, StopCause
+from atoll.replicas.plane import SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaSurface, read_gpu
 
 
@@ -49,17 +57,17 @@ class FakeExecutor(Executor):
             )
         self.changed.put_nowait(training.key)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         self.questions += 1
         if self.trouble is not None:
             raise self.trouble
         desired, ended = self.desired_states.get(training.uid), self.ended.get(training.uid)
         if desired is None:
-            return Seen()
-        rank = SeenRank(
+            return Observation()
+        rank = ObservedRank(
             rank=0, state="exited" if ended else "running", started_at=time.time(), exit=ended
         )
-        return Seen(ranks=[rank], desired=desired, is_supervised=ended is None)
+        return Observation(ranks=[rank], desired=desired, is_supervised=ended is None)
 
     async def release(self, training: Training) -> None:
         if self.trouble is not None:
@@ -91,12 +99,12 @@ class FakeExecutor(Executor):
 
 class Library(ReplicaSurface):
     backend_name = "fake"
-    stop_grace_s = 0.5
+    _stop_grace_s = 0.5
 
     def __init__(self, executor: FakeExecutor) -> None:
         self.fake = executor
 
-    def make_executor(self) -> Executor:
+    def _make_backend(self) -> Executor:
         return self.fake
 
     def trainings(self) -> list[Training]:
@@ -137,8 +145,8 @@ def test_what_the_executor_will_never_do_ends_the_gang_with_its_words() -> None:
     """As in the control plane: it is tried once, and the training has failed."""
 
     class Forgetful(FakeExecutor):
-        async def observe(self, training: Training) -> Seen:
-            return Seen()  # so it is asked a second time
+        async def observe(self, training: Training) -> Observation:
+            return Observation()  # so it is asked a second time
 
     fake = Forgetful()
     fake.refusal = lambda desired: Permanent("403 forbidden") if len(fake.applies) > 1 else None
@@ -195,7 +203,7 @@ def test_a_report_is_plain_data() -> None:
     with Library(fake) as library:
         (handle,) = library.launch_replicas(1, "os")
         uid = handle.metadata["uid"]
-        fake.ended[uid] = Exit(code=1, at=time.time(), reason=RankEnd.ERROR)
+        fake.ended[uid] = Exit(code=1, at=time.time(), reason=ExitReason.ERROR)
         (training,) = library.trainings()
         library._plane.call(fake.changed.put(training.key))
         (report,) = library.collect([handle], timeout=20)
@@ -315,9 +323,9 @@ def test_what_may_be_read_is_told_though_nothing_may_be_done() -> None:
     """As with an account that may only look: a chore beside the look is refused."""
 
     class Reading(SharedFake):
-        async def observe(self, training: Training) -> Seen:
-            seen = await super().observe(training)
-            return replace(seen, followups=(Followup(),))
+        async def observe(self, training: Training) -> Observation:
+            observation = await super().observe(training)
+            return replace(observation, followups=(Followup(),))
 
         async def perform(self, training: Training, followup: Followup) -> None:
             if self.is_refusing:
@@ -344,7 +352,7 @@ def test_a_gang_that_failed_before_it_was_cancelled_has_failed() -> None:
         (handle,) = library.launch_replicas(1, "os")
         until(lambda: library.poll(handle) == "running")
         uid = handle.metadata["uid"]
-        fake.ended[uid] = Exit(code=3, at=time.time(), reason=RankEnd.ERROR)  # not seen yet
+        fake.ended[uid] = Exit(code=3, at=time.time(), reason=ExitReason.ERROR)  # not seen yet
         library.cancel(handle)
         (report,) = library.collect([handle], timeout=60)
         assert (report["status"], report["exit_code"]) == ("failed", 3)

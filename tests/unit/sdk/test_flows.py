@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import atoll
-from atoll.core.describe import failure_in_words
+from atoll.core.describe import describe_failure
 from atoll.core.errors import (
     BelowMinimumWorld,
     Conflict,
@@ -29,11 +29,21 @@ from atoll.core.problem import problem_of
 from atoll.core.spec import Code, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.sdk import flows
-from atoll.sdk.effects import Effect, Flow, NextChange, Pack, Pause, Reply, Send
-from atoll.sdk.flows import Who
-from atoll.sdk.requests import ABSENT_S, PATIENCE_S, NoControlPlane
+from atoll.sdk.effects import (
+    ABSENT_S,
+    PATIENCE_S,
+    Effect,
+    Flow,
+    NextChange,
+    NoControlPlane,
+    Pack,
+    Pause,
+    Reply,
+    Send,
+)
+from atoll.sdk.flows import TrainingRef
 
-WHO = Who("t", "uid-1")
+WHO = TrainingRef("t", "uid-1")
 CODE = Code(content=b"an archive", size=10, unpacked=30, files=2)
 
 
@@ -434,7 +444,7 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     failed = msgspec.structs.replace(
         failed, status=replace(failed.status, rank_exits=[other, cause])
     )
-    text = failure_in_words(failed)
+    text = describe_failure(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")
 
@@ -443,13 +453,13 @@ def test_a_failure_says_why_where_the_exits_do_not() -> None:
     cannot = RankExit(
         rank=0, exit_code=126, termination_reason="CannotRun", message="x: Permission denied"
     )
-    assert failure_in_words(training("failed", exits=[cannot])).endswith(
+    assert describe_failure(training("failed", exits=[cannot])).endswith(
         "reason=CannotRun: the command cannot be run (x: Permission denied)"
     )
     stopped = RankExit(rank=0, exit_code=143, termination_reason="Stopped")
     late = training("failed", exits=[stopped])
     status = replace(late.status, root_cause=None, message="still running 5 s after the start")
-    text = failure_in_words(replace(late, status=status))
+    text = describe_failure(replace(late, status=status))
     assert "failed: still running 5 s after the start; rank 0: exit_code=143" in text
 
 

@@ -24,7 +24,6 @@ from lightkube.core.exceptions import ConfigError
 
 from atoll.backends.kubernetes.access import Access, no_credentials, read_access
 from atoll.backends.kubernetes.pod import PodManifest, share_parts
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -36,6 +35,7 @@ from atoll.core.errors import (
     Temporary,
 )
 from atoll.core.lines import alines_of
+from atoll.core.model import json_decoder
 
 Json = dict[str, Any]
 
@@ -80,6 +80,14 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
+
+
+class Rejected(Permanent):
+    """The API server refuses an object. `causes` are pairs of a field and what is wrong with it."""
+
+    def __init__(self, text: str, causes: list[tuple[str, str]]) -> None:
+        super().__init__(text)
+        self.causes = causes
 
 
 class ObjectList(NamedTuple):
@@ -239,11 +247,15 @@ class Cluster:
         return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
 
     async def create(
-        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+        self, kind: str, namespace: str | None, body: Json, *, is_dry_run: bool = False
     ) -> Json:
-        """The object as it was created; with `is_trial` as it would be."""
+        """Creates the object and returns it as stored; with `is_dry_run` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
+        params = {
+            "fieldManager": FIELD_MANAGER,
+            "fieldValidation": "Strict",
+            **_dry_run_params(is_dry_run),
+        }
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -264,9 +276,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
-        is_trial: bool = False,
+        is_dry_run: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
+        params = {"fieldManager": FIELD_MANAGER, **_dry_run_params(is_dry_run)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -397,7 +409,7 @@ class Cluster:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:
             raise no_credentials(error) from error
-        self.time.hear(answer.headers.get("Date"))
+        self.time.update(answer.headers.get("Date"))
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
         return answer
@@ -410,7 +422,7 @@ class Cluster:
         self.requests[verb, kind] += 1
         try:
             async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
-                self.time.hear(answer.headers.get("Date"))
+                self.time.update(answer.headers.get("Date"))
                 if answer.is_error:
                     await answer.aread()
                     raise _error(_status(answer), answer.status_code, kind)
@@ -447,9 +459,9 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     return "/" + "/".join(parts)
 
 
-def _trial(is_trial: bool) -> dict[str, str]:
+def _dry_run_params(is_dry_run: bool) -> dict[str, str]:
     """The server checks everything, rights included, and writes nothing."""
-    return {"dryRun": "All"} if is_trial else {}
+    return {"dryRun": "All"} if is_dry_run else {}
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
@@ -491,16 +503,17 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return NotFound(details.get("kind") or kind, details.get("name", ""))
     if code == 409:
         return Conflict(text)
-    causes = {cause.get("reason") for cause in details.get("causes") or ()}
-    if code == 410 or "ResourceVersionTooLarge" in causes:
+    causes = details.get("causes") or ()
+    if code == 410 or any(cause.get("reason") == "ResourceVersionTooLarge" for cause in causes):
         return Gone(0, 0)
     if code in (401, 403):
         return _hinted(Denied(f"Kubernetes refused: {text}"), MAY_I)
-    if code == 413 or any(words in text for words in TOO_LARGE):
+    if code == 413 or any(marker in text for marker in TOO_LARGE):
         return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
-    return Permanent(f"Kubernetes refused: {text}")
+    fields = [(cause.get("field", ""), cause.get("message", "")) for cause in causes]
+    return Rejected(f"Kubernetes refused: {text}", fields)
 
 
 def _hinted(error: ErrorT, hint: str) -> ErrorT:
@@ -515,12 +528,12 @@ def _unreachable(error: httpx2.HTTPError) -> Temporary:
 
 def _nanosecond(text: str) -> int:
     """Nanoseconds since the epoch of an RFC 3339 time with any number of fraction digits."""
-    second, point, rest = text.partition(".")
+    second, point, remainder = text.partition(".")
     if not point:
         return int(datetime.fromisoformat(text).timestamp()) * 10**9
-    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-    whole = int(datetime.fromisoformat(second + rest[len(digits) :]).timestamp())
-    return whole * 10**9 + int(digits.ljust(9, "0")[:9])
+    digits = remainder[: len(remainder) - len(remainder.lstrip("0123456789"))]
+    seconds = int(datetime.fromisoformat(second + remainder[len(digits) :]).timestamp())
+    return seconds * 10**9 + int(digits.ljust(9, "0")[:9])
 
 
 STEP_S = 5.0  # a server whose clock was set back by more is believed
@@ -541,7 +554,7 @@ class ServerTime:
     def __call__(self) -> float:
         return self._wall() if self._ahead_s is None else self._monotonic() + self._ahead_s
 
-    def hear(self, date: str | None) -> None:
+    def update(self, date: str | None) -> None:
         """Takes a date of whole seconds, cut off, that was some time on its way.
 
         So each is too early by up to a second and more, and the latest is the best.

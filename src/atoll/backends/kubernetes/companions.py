@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.followups import PatchJob
 from atoll.backends.kubernetes.names import BENCH, ETCD, PART, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.patch import is_held, render_unhold
+from atoll.backends.kubernetes.patch import is_blocked, render_unblock
 from atoll.backends.kubernetes.placement import affinity, node_selector, ranks_of, tolerations
 from atoll.backends.kubernetes.pod import BROKEN, HOPELESS, Pod, when
 from atoll.backends.kubernetes.render import (
@@ -38,11 +38,11 @@ from atoll.core.model import decode
 from atoll.core.ports import Key
 from atoll.core.status import (
     BenchResult,
-    BenchSeen,
     DesiredState,
     Followup,
     MeshStatus,
-    Seen,
+    Observation,
+    ObservedBench,
     Training,
     sooner,
 )
@@ -53,9 +53,9 @@ from atoll.mesh.watch import MeshWatch
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 5.0  # between two attempts to create an etcd that has no pod
+REAPPLY_S = 5.0  # between two attempts to create an etcd that has no pod
 BENCH_EVERY_S = 5.0
-HELD_EVERY_S = 30.0
+BLOCKED_EVERY_S = 30.0
 
 
 class StartEtcd(Followup, frozen=True):
@@ -207,7 +207,7 @@ class Meshes:
             await self._meshes.popitem()[1].close()
 
 
-class Beside:
+class Companions:
     """Looks after the etcd, mesh and bench. `notify` gets trainings to be looked at again."""
 
     def __init__(
@@ -234,30 +234,32 @@ class Beside:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         await self._meshes.sweep(known)
 
-    def look(
+    def observe(
         self,
         training: Training,
         job: Json | None,
         newest: list[Pod],
         pods: list[Pod],
-        seen: Seen,
+        observation: Observation,
         now: float,
-    ) -> Seen:
+    ) -> Observation:
         """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
-        if job is not None and is_held(job) and answering(etcd) is not None:
-            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
-        if seen.desired is None or seen.desired.size == 0:
-            return self._look_at_bench(training, newest, bench, seen, now)
+        if job is not None and is_blocked(job) and ready_etcd(etcd) is not None:
+            observation = _with_followups(
+                observation, PatchJob(why="its etcd answers", patch=render_unblock(job))
+            )
+        if observation.desired is None or observation.desired.size == 0:
+            return self._observe_bench(training, newest, bench, observation, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
-        is_etcd_wanted = seen.is_supervised and not is_ending
+        is_etcd_wanted = observation.is_supervised and not is_ending
         if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
-            seen = self._look_at_etcd(training, job, etcd, seen, now)
+            observation = self._observe_etcd(training, job, etcd, observation, now)
         if self._options.has_gate(training.spec):
-            agents = None if seen.desired is None else members(newest, seen.desired)
-            seen = self._look_at_mesh(training, agents, etcd, seen)
-        return self._look_at_bench(training, newest, bench, seen, now)
+            agents = None if observation.desired is None else members(newest, observation.desired)
+            observation = self._observe_mesh(training, agents, etcd, observation)
+        return self._observe_bench(training, newest, bench, observation, now)
 
     async def perform(
         self, training: Training, namespace: str, followup: Followup, now: float
@@ -294,24 +296,29 @@ class Beside:
         if spec.bench.mode != "off":
             await self._clear_bench(training, namespace)
 
-    def _look_at_etcd(
-        self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
-    ) -> Seen:
+    def _observe_etcd(
+        self,
+        training: Training,
+        job: Json | None,
+        pods: list[Pod],
+        observation: Observation,
+        now: float,
+    ) -> Observation:
         """An etcd without pods is applied again: somebody may have deleted it."""
-        desired_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
+        applied_at, pod_error = self._etcds.get(training.uid, (now - REAPPLY_S, ""))
         if not pods:
-            is_due = now - desired_at >= ASK_AGAIN_S
+            is_due = now - applied_at >= REAPPLY_S
             followups = (StartEtcd(job=job),) if is_due else ()
-            seen = _asking(seen, *followups, again_in_s=ASK_AGAIN_S)
-        if not is_held(job):
-            return seen
+            observation = _with_followups(observation, *followups, again_in_s=REAPPLY_S)
+        if not is_blocked(job):
+            return observation
         limit_s = self._options.image_timeout_s
-        seen = _asking(seen, again_in_s=min(limit_s, HELD_EVERY_S))
+        observation = _with_followups(observation, again_in_s=min(limit_s, BLOCKED_EVERY_S))
         for pod in pods:
             is_late = now - pod.created_at > limit_s
             if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
-                return replace(seen, fault=f"its etcd: {pod.waits_for}")
-        return replace(seen, message=etcd_words(pods, trouble))
+                return replace(observation, fault=f"its etcd: {pod.waits_for}")
+        return replace(observation, message=describe_etcd(pods, pod_error))
 
     async def _start_etcd(
         self, training: Training, namespace: str, job: Json | None, now: float
@@ -321,44 +328,51 @@ class Beside:
         await self._cluster.patch("services", namespace, name, service, type="apply")
         body = render_etcd(training, self._options, owner)
         deployment = await self._cluster.patch("deployments", namespace, name, body, type="apply")
-        self._etcds[training.uid] = (now, trouble_of(deployment))
+        self._etcds[training.uid] = (now, pod_error_of(deployment))
 
-    def _look_at_mesh(
-        self, training: Training, agents: Members | None, etcd: list[Pod], seen: Seen
-    ) -> Seen:
-        pod = answering(etcd)
+    def _observe_mesh(
+        self, training: Training, agents: Members | None, etcd: list[Pod], observation: Observation
+    ) -> Observation:
+        pod = ready_etcd(etcd)
         endpoint = self._options.etcd_endpoint or (address(pod) if pod else "")
         status = self._meshes.verdict(training.uid, endpoint)
         if status is None and training.status.mesh is None:
             status = MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
         if not self._meshes.is_followed(training.uid, endpoint, agents):
-            seen = _asking(seen, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0)
-        return replace(seen, mesh=status)
+            observation = _with_followups(
+                observation, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0
+            )
+        return replace(observation, mesh=status)
 
-    def _look_at_bench(
-        self, training: Training, newest: list[Pod], pods: list[Pod], seen: Seen, now: float
-    ) -> Seen:
+    def _observe_bench(
+        self,
+        training: Training,
+        newest: list[Pod],
+        pods: list[Pod],
+        observation: Observation,
+        now: float,
+    ) -> Observation:
         if training.spec.bench.mode == "off":
-            return seen
-        agents = None if seen.desired is None else members(newest, seen.desired)
-        desired_at = self._benches.get(training.uid)
+            return observation
+        agents = None if observation.desired is None else members(newest, observation.desired)
+        applied_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
             pods,
             newest,
             self._options,
             now,
-            made_at=desired_at,
+            created_at=applied_at,
             are_ranks_placed=agents is not None,
         )
-        seen = replace(seen, bench=bench)
-        if desired_at is None and all(pod.is_leaving for pod in pods):
-            return seen
-        if self._is_bench_to_go(training, bench, now) and not seen.fault:
-            return _asking(seen, ClearBench())
-        return _asking(seen, again_in_s=BENCH_EVERY_S)
+        observation = replace(observation, bench=bench)
+        if applied_at is None and all(pod.is_leaving for pod in pods):
+            return observation
+        if self._is_bench_to_go(training, bench, now) and not observation.fault:
+            return _with_followups(observation, ClearBench())
+        return _with_followups(observation, again_in_s=BENCH_EVERY_S)
 
-    def _is_bench_to_go(self, training: Training, bench: BenchSeen, now: float) -> bool:
+    def _is_bench_to_go(self, training: Training, bench: ObservedBench, now: float) -> bool:
         """Whether the result of the bench is stored, or is about to be in this pass."""
         since = training.status.bench.started_at
         is_late = since is not None and now >= since + LIMIT_S
@@ -377,9 +391,13 @@ class Beside:
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None
 
 
-def _asking(seen: Seen, *followups: Followup, again_in_s: float | None = None) -> Seen:
-    again_in_s = sooner(seen.again_in_s, again_in_s)
-    return replace(seen, followups=(*seen.followups, *followups), again_in_s=again_in_s)
+def _with_followups(
+    observation: Observation, *followups: Followup, again_in_s: float | None = None
+) -> Observation:
+    again_in_s = sooner(observation.again_in_s, again_in_s)
+    return replace(
+        observation, followups=(*observation.followups, *followups), again_in_s=again_in_s
+    )
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
@@ -395,9 +413,9 @@ def _log_end(task: asyncio.Task[None]) -> None:
 
 BENCH_PORT = 28_411
 HOST = "kubernetes.io/hostname"
-BENCH_KEPT_S = 3600  # how long a finished Job that nobody deletes stays
+BENCH_TTL_S = 3600  # how long a finished Job that nobody deletes stays
 # NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
-APART, NEAR = 100, 1
+SPREAD_WEIGHT, NEAR_WEIGHT = 100, 1
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
@@ -447,7 +465,7 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
             "--listen-peer-urls=http://127.0.0.1:2380",
             # No page in somebody's browser may read or write it, by its own name or by another's.
             f"--cors=http://127.0.0.1:{port}",
-            f"--host-whitelist={_hosts(etcd_name(training))}",
+            f"--host-whitelist={_allowed_hosts(etcd_name(training))}",
             "--unsafe-no-fsync",
         ],
         "env": [
@@ -470,14 +488,14 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
     }
 
 
-def _hosts(name: str) -> str:
+def _allowed_hosts(name: str) -> str:
     """By which names the etcd may be asked: its Service, its pod, and a forwarded port."""
     names = [name, f"{name}.$(HOME_NS)", f"{name}.$(HOME_NS).svc"]
     names.append(f"{name}.$(HOME_NS).svc.cluster.local")
     return ",".join([*names, "$(POD_IP)", "localhost", "127.0.0.1"])
 
 
-def answering(pods: list[Pod]) -> Pod | None:
+def ready_etcd(pods: list[Pod]) -> Pod | None:
     """The etcd pod that is ready, if there is one."""
     for pod in pods:
         is_ready = pod.condition("Ready").get("status") == "True" and not pod.is_leaving
@@ -492,17 +510,17 @@ def address(pod: Pod) -> str:
     return f"[{ip}]:{DEFAULT_ETCD_PORT}" if ":" in ip else f"{ip}:{DEFAULT_ETCD_PORT}"
 
 
-def trouble_of(deployment: Json) -> str:
+def pod_error_of(deployment: Json) -> str:
     """Why the Deployment's pod cannot be created (quota, admission), as far as that is known."""
     conditions = deployment.get("status", {}).get("conditions") or ()
     messages = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
     return next(messages, "")
 
 
-def etcd_words(pods: list[Pod], trouble: str = "") -> str:
+def describe_etcd(pods: list[Pod], pod_error: str = "") -> str:
     """One line that says what a held Job waits for."""
     reasons = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
-    waits = next(reasons, "" if pods else trouble)
+    waits = next(reasons, "" if pods else pod_error)
     return f"waits for its etcd{f': {waits}' if waits else ''}"
 
 
@@ -558,7 +576,7 @@ def render_bench(
         "parallelism": 2,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "ttlSecondsAfterFinished": BENCH_KEPT_S,
+        "ttlSecondsAfterFinished": BENCH_TTL_S,
         "template": {"metadata": {"labels": {**metadata["labels"], PART: BENCH}}, "spec": pod},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
@@ -573,13 +591,13 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """
     own = affinity(training, options) or {}
     rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
-    apart = _term({UID: training.uid, PART: BENCH})
+    spread = _term({UID: training.uid, PART: BENCH})
     near = _term(ranks_of(training))
     if training.spec.bench.placement == "strict":
-        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
-    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
+        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [spread]}}
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": SPREAD_WEIGHT, "podAffinityTerm": spread}]}
     if not has_floor(training.spec):
-        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
+        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR_WEIGHT, "podAffinityTerm": near}]}
     return rules
 
 
@@ -599,51 +617,51 @@ def read_bench(
     options: KubernetesOptions,
     now: float,
     *,
-    made_at: float | None,
+    created_at: float | None,
     are_ranks_placed: bool,
-) -> BenchSeen:
+) -> ObservedBench:
     """The state of the bench, from its own `pods` and those of the ranks.
 
     `made_at` is when its Job was created; None if it was not.
     """
     pair = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
     if not pair:
-        if made_at is not None:
-            return _missing(now - made_at, options)
+        if created_at is not None:
+            return _missing(now - created_at, options)
         if has_floor(training.spec) or are_ranks_placed:
-            return BenchSeen(state="idle", message="about to be measured")
-        return BenchSeen(state="waiting", message="waits until all ranks have nodes")
+            return ObservedBench(state="idle", message="about to be measured")
+        return ObservedBench(state="waiting", message="waits until all ranks have nodes")
     if pair[-1].index == 1 and pair[-1].status.get("phase") == "Succeeded":
         return _result(pair, {p.node for p in ranks if p.node})
     for pod in pair:
         if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
-            return BenchSeen(state="failed", message=_bench_words(pod, now))
+            return ObservedBench(state="failed", message=_describe_failure(pod, now))
     waiting = [p for p in pair if "running" not in p.state and not p.is_over]
     if waiting or len(pair) < 2:
-        words = waiting[0].waits_for if waiting else ""
-        return BenchSeen(state="waiting", message=words or "its pods are being started")
+        text = waiting[0].waits_for if waiting else ""
+        return ObservedBench(state="waiting", message=text or "its pods are being started")
     a, b = (p.node for p in pair)
-    return BenchSeen(state="running", message=f"measuring {a} with {b}")
+    return ObservedBench(state="running", message=f"measuring {a} with {b}")
 
 
-def _missing(since_s: float, options: KubernetesOptions) -> BenchSeen:
+def _missing(since_s: float, options: KubernetesOptions) -> ObservedBench:
     """The state of a bench whose Job has no pods: a quota refused them, or they were deleted."""
     limit_s = options.image_timeout_s
     if since_s > limit_s:
-        return BenchSeen(state="failed", message=f"its pods are not there after {limit_s:g} s")
-    return BenchSeen(state="waiting", message="its pods are being created")
+        return ObservedBench(state="failed", message=f"its pods are not there after {limit_s:g} s")
+    return ObservedBench(state="waiting", message="its pods are being created")
 
 
-def _result(pair: list[Pod], workers: set[str]) -> BenchSeen:
+def _result(pair: list[Pod], workers: set[str]) -> ObservedBench:
     nodes = {p.index: p.node or "unknown" for p in pair}
     ended: Json = pair[-1].state.get("terminated") or {}
     try:
         result = decode(str(ended.get("message", "")), BenchResult)
     except ValidationError as error:
-        return BenchSeen(state="failed", message=f"its result cannot be read: {error}")
+        return ObservedBench(state="failed", message=f"its result cannot be read: {error}")
     a, b = nodes.get(0, "unknown"), nodes[1]
     result = replace(result, probe_node_a=a, probe_node_b=b, is_worker_pair={a, b} <= workers)
-    return BenchSeen(state="done", result=result)
+    return ObservedBench(state="done", result=result)
 
 
 def _index(pod: Pod) -> int:
@@ -655,12 +673,12 @@ def _is_hopeless(pod: Pod, options: KubernetesOptions, now: float) -> bool:
     return pod.waiting_reason in HOPELESS or (pod.waiting_reason in BROKEN and is_late)
 
 
-def _bench_words(pod: Pod, now: float) -> str:
+def _describe_failure(pod: Pod, now: float) -> str:
     if not pod.is_over:
         return pod.waits_for
     ended = pod.exit(is_stopped=False, now=now)
-    words = ended.log_tail[-1] if ended.log_tail else ended.message
-    return f"the pod on {pod.node} ended with {ended.reason}: {words or f'exit code {ended.code}'}"
+    text = ended.log_tail[-1] if ended.log_tail else ended.message
+    return f"the pod on {pod.node} ended with {ended.reason}: {text or f'exit code {ended.code}'}"
 
 
 class Members(NamedTuple):

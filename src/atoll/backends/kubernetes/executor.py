@@ -10,35 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import fields, replace
 
-from atoll.backends.kubernetes.client import Cluster
-from atoll.backends.kubernetes.companions import Beside
+from atoll.backends.kubernetes.client import Cluster, Rejected
+from atoll.backends.kubernetes.companions import Companions
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
-from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
-from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
-from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.diagnosis import Diagnosis, NodeProbes
+from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, GangWriter
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
 from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
 from atoll.backends.kubernetes.patch import render_released, render_resize
-from atoll.backends.kubernetes.pod import Pod, part_of
-from atoll.backends.kubernetes.podfields import flaws_of
+from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import (
     desired_of,
     finished,
     is_unchanged,
-    look,
+    observe_gang,
     unexplained_failures,
 )
 from atoll.backends.kubernetes.render import (
     gang_name,
     owner_of,
-    rank_place,
+    rank_layout,
     render_job,
     render_service,
     render_world,
@@ -46,15 +46,18 @@ from atoll.backends.kubernetes.render import (
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
-from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.executors import PlaneContext
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training, sooner
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training, sooner
 
 Json = dict[str, Any]
 
-UNTRIED = DesiredState(version=1, size=1)
+DRY_RUN_S = 5.0  # the server answers in milliseconds; a deploy must not hang on one that is away
+DRY_RUN_UID = "dry-run"
+# The API server's name for a field of the Job, and the option that it comes from.
+FIELDS = {"spec.template.spec.": "pod.", "spec.template.": "", "metadata.": ""}
 CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
 FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
@@ -87,33 +90,37 @@ class KubernetesBackend(Executor):
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
         self._clock = clock = clock or (lambda: self.cluster.time())
-        self._keeper = PodKeeper(self.cluster)
+        self._writer = GangWriter(self.cluster)
         self._archive = Archive(self.cluster)
         self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
         self._followups = GangFollowups(
-            self._keeper, self._objects, self._archive, self._patch_job, clock
+            self._writer, self._objects, self._archive, self._patch_job, clock
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
-        self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
+        self._jobs: Mirror[Json] = Mirror(
+            self.cluster, "jobs", self.options.namespace, lambda job: job, self._note
+        )
         self._deleted = DeletedPods(self.cluster, self._changed.put_nowait)
-        self._pods = Mirror(
-            *(self.cluster, "pods", self.options.namespace, self._note),
+        self._pods: Mirror[Pod] = Mirror(
+            *(self.cluster, "pods", self.options.namespace, Pod, self._note),
             lambda pod, is_final: self._deleted.note(pod, is_final=is_final),
         )
         self._written: dict[
             str, int
         ] = {}  # newest version of a Job that this process wrote, by training
         self._last: dict[str, Json] = {}  # Jobs as last read from the API server, by training
-        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
+        self._node_probes = NodeProbes(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._delayed: set[Key] = set()  # large gangs whose next look is scheduled
-        self._troubles = Troubles(self.cluster)
-        self._beside = Beside(
+        self._diagnosis = Diagnosis(self.cluster)
+        self._companions = Companions(
             self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
         )
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
+    def configured(
+        cls, name: str, options: dict[str, Any], home: PlaneContext
+    ) -> KubernetesBackend:
         """Built from `[executors.NAME]`; the default namespace is the kubeconfig context's."""
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
@@ -128,15 +135,15 @@ class KubernetesBackend(Executor):
         return executor
 
     def store_uri(self, training: Training) -> str:
-        return store_uri_of(training.spec, rank_place(training, self.options))
+        return store_uri_of(training.spec, rank_layout(training, self.options))
 
     def metrics_uri(self, training: Training) -> str:
-        return rank_place(training, self.options).figures
+        return rank_layout(training, self.options).figures
 
     @classmethod
-    def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
         """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
-        check_spec(training.spec, options)
+        options.check(training.spec)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
         objects = [
             render_world(training, desired, options, None),
@@ -152,7 +159,39 @@ class KubernetesBackend(Executor):
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
-        check_spec(spec, self.options)
+        self.options.check(spec)
+
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Asks the API server with `dryRun=All`, which checks everything and writes nothing.
+
+        A quota that is used up or a missing right refuses nothing here: both can change, and the
+        status of the training says what it waits for.
+        """
+        with contextlib.suppress(Denied, Temporary, TimeoutError):
+            async with asyncio.timeout(DRY_RUN_S):
+                await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+
+    async def rehearse(self, training: Training) -> None:
+        """Raises ValidationError, naming the field, if the cluster refuses what `apply` would
+        create. Also raises Denied, Temporary. Creates nothing."""
+        namespace, name = self._object_key(training)
+        desired = DesiredState(version=1, size=training.spec.world_size.target)
+        try:
+            for kind, item in (
+                ("configmaps", render_world(training, desired, self.options, None)),
+                ("services", render_service(training, self.options, None)),
+            ):
+                await self.cluster.patch(kind, namespace, name, item, type="apply", is_dry_run=True)
+            job = self.render_job(training, desired, None)
+            await self.cluster.create("jobs", namespace, job, is_dry_run=True)
+        except NotFound as error:  # nothing else has to exist
+            expected = "expected a namespace that exists in the cluster"
+            raise ValidationError("namespace", namespace, expected) from error
+        except Rejected as error:
+            raise _refusal(error) from error
+
+    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
+        return render_job(training, desired, self.options, owner)
 
     async def close(self) -> None:
         await self.stop()
@@ -164,9 +203,9 @@ class KubernetesBackend(Executor):
             task.remove_done_callback(self._note_end)
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._beside.close()
+        await self._companions.close()
         await self._archive.close()
-        await self._hosts.close()
+        await self._node_probes.close()
         await self._deleted.close()
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
@@ -182,36 +221,38 @@ class KubernetesBackend(Executor):
                 raise Permanent(
                     f"the Job {gang_name(training)} is gone, and what its ranks did is lost"
                 )
-            with self._troubles.watch_refusal(training.uid):
+            with self._diagnosis.watch_refusal(training.uid):
                 await self._create(training, desired)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
         now = self._clock()
-        beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
-        trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
-        silent = self._hosts.follow(training.key, pods)
+        companions = [pod for pod in pods if pod.part != CONTAINER]
+        pod_error = await self._diagnosis.of(training, job, len(pods) - len(companions), now)
+        silent = self._node_probes.follow(training.key, pods)
         failed = unexplained_failures(training, job, pods)
-        departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
-        view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
-        again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
-        seen = replace(view.seen, again_in_s=again_in_s, at=now)
-        seen = await self._troubles.explain(training, seen, view.newest, now)
-        return self._beside.look(training, job, view.newest, beside, seen, now)
+        deleted = self._deleted.deleted(training, pods, self._object_key(training)[0], failed)
+        view = observe_gang(training, job, pods, self.options, now, pod_error.text, silent, deleted)
+        again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
+        observation = replace(view.observation, again_in_s=again_in_s, at=now)
+        observation = await self._diagnosis.explain(training, observation, view.newest, now)
+        return self._companions.observe(training, job, view.newest, companions, observation, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         await self._followups.perform(training, followup)
-        await self._beside.perform(training, self._place(training)[0], followup, self._clock())
+        await self._companions.perform(
+            training, self._object_key(training)[0], followup, self._clock()
+        )
 
     async def measure(self, training: Training) -> None:
         job = await self._job(training)
-        await self._beside.measure(training, self._place(training)[0], job, self._clock())
+        await self._companions.measure(training, self._object_key(training)[0], job, self._clock())
 
     async def release(self, training: Training) -> None:
         """The Job is over for good. It and its pods stay for their logs until they are purged."""
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+        if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
@@ -221,22 +262,22 @@ class KubernetesBackend(Executor):
         for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
-        await self._beside.release(training, namespace)
-        await self._keeper.let_all_go(namespace, _labels(training))
-        self._hosts.follow(training.key, ())
-        self._troubles.forget(training.uid)
+        await self._companions.release(training, namespace)
+        await self._writer.drop_all_finalizers(namespace, _labels(training))
+        self._node_probes.follow(training.key, ())
+        self._diagnosis.forget(training.uid)
         self._deleted.forget(training.uid)
         for memory in (self._written, self._last):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
-        await self._beside.release(training, namespace)
+        await self._companions.release(training, namespace)
         await self.cluster.delete_all("pods", namespace, labels=_labels(training))
         await self._archive.drop(namespace, training.uid)
-        await self._keeper.let_all_go(namespace, _labels(training))
+        await self._writer.drop_all_finalizers(namespace, _labels(training))
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
@@ -253,7 +294,7 @@ class KubernetesBackend(Executor):
             for task in tasks:
                 task.remove_done_callback(self._note_end)
                 task.cancel()
-            await self._beside.close()
+            await self._companions.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def logs(
@@ -266,66 +307,67 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
+        return await tail_offsets(self._log_source(training), ranks=ranks, tail=tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
-        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+        return follow_logs(self._log_source(training), offsets, ranks=ranks, is_over=is_over)
 
     def _log_source(self, training: Training) -> LogSource:
-        namespace, _ = self._place(training)
+        namespace, _ = self._object_key(training)
         return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
-        await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
-        await self._beside.sweep(known)
+        await self._writer.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
+        await self._companions.sweep(known)
         await self._deleted.sweep(known)
 
-    def _place(self, training: Training) -> tuple[str, str]:
+    def _object_key(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)
 
     async def _job(self, training: Training) -> Json | None:
         if await self._is_fresh(training):
             return self._jobs.of(training.uid).get(gang_name(training))
         try:
-            job = await self.cluster.get("jobs", *self._place(training))
+            job = await self.cluster.get("jobs", *self._object_key(training))
         except NotFound:
             self._last.pop(training.uid, None)
             return None
         self._last[training.uid] = job
         return job
 
-    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Json]]:
+    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Pod]]:
         """The Job and its pods, from the mirrors if those are up to date."""
         if await self._is_fresh(training) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
-        namespace, _ = self._place(training)
-        pods = await self.cluster.list("pods", namespace, labels=_labels(training))
+        namespace, _ = self._object_key(training)
+        listed = await self.cluster.list("pods", namespace, labels=_labels(training))
+        pods = [Pod(manifest) for manifest in listed.items]
         last = self._last.get(training.uid)
-        if last is not None and is_unchanged(last, pods.items):
-            return last, pods.items
-        return await self._job(training), pods.items
+        if last is not None and is_unchanged(last, pods):
+            return last, pods
+        return await self._job(training), pods
 
     async def _is_fresh(self, training: Training) -> bool:
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
 
     async def _create(self, training: Training, desired: DesiredState) -> None:
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         await self._objects.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
-        body = render_job(training, desired, self.options, owner)
+        body = self.render_job(training, desired, owner)
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
@@ -337,7 +379,7 @@ class KubernetesBackend(Executor):
         await self._objects.tie(training, job)
 
     async def _resize(self, training: Training, desired: DesiredState, job: Json) -> None:
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         before, current = job["spec"]["completions"], desired_of(job)
         if current is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
@@ -351,9 +393,7 @@ class KubernetesBackend(Executor):
             await self._check_room_above(training, before, desired.size)
         elif desired.size < before:
             _, pods = await self._job_and_pods(training)
-            stopping = [
-                p for p in map(Pod, pods) if p.rank >= desired.size and "running" in p.state
-            ]
+            stopping = [p for p in pods if p.rank >= desired.size and p.is_running]
             await self._archive.begin(stopping, len(pods))
         await self._objects.resize(training, desired, job)
         try:
@@ -367,14 +407,14 @@ class KubernetesBackend(Executor):
         Its end would count as a failure if the rank were wanted again now.
         """
         _, pods = await self._job_and_pods(training)
-        leaving = [p.rank for p in map(Pod, pods) if before <= p.rank < size and not p.is_over]
+        leaving = [p.rank for p in pods if before <= p.rank < size and not p.is_over]
         if leaving:
             ranks = ", ".join(map(str, sorted(leaving)))
             raise Temporary(f"ranks {ranks} are still being stopped", retry_after_s=0.3)
 
     async def _patch_job(self, training: Training, patch: Json) -> None:
         try:
-            job = await self.cluster.patch("jobs", *self._place(training), patch)
+            job = await self.cluster.patch("jobs", *self._object_key(training), patch)
         except (Conflict, NotFound):
             self._last.pop(training.uid, None)  # it has changed since it was read
             raise
@@ -384,9 +424,11 @@ class KubernetesBackend(Executor):
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
 
-    def _note(self, item: Json) -> None:
-        """Asks for another look; for a large gang after a pause, as each look writes a status."""
-        labels = item["metadata"].get("labels") or {}
+    def _note(self, labels: Json) -> None:
+        """Asks for another observation of the training with these labels.
+
+        A large gang is observed after a pause, because each observation writes a status.
+        """
         if NAMESPACE not in labels or TRAINING not in labels:
             return
         key = (labels[NAMESPACE], labels[TRAINING])
@@ -415,10 +457,16 @@ def _version(item: Json) -> int:
     return int(item["metadata"]["resourceVersion"])
 
 
-def check_spec(spec: TrainingSpec, options: KubernetesOptions) -> None:
-    """Raises ValidationError if this training cannot run with these options."""
-    options.check(spec)
-    # What only the two together make wrong, such as a request above the training's limit.
-    job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, options)
-    for flaw in flaws_of(job["spec"]["template"]["spec"]):
-        raise flaw.refuse("pod")
+def _refusal(error: Rejected) -> ValidationError:
+    """The first thing that the API server finds wrong, with the field as options name it."""
+    field, reason = error.causes[0] if error.causes else ("", str(error))
+    for path, option in FIELDS.items():
+        if field.startswith(path):
+            field = option + field.removeprefix(path)
+            break
+    # `Invalid value: "x": must be ...`; a required value that is missing has none.
+    match = re.match(r'\w+ value: ("(?:[^"\\]|\\.)*"|[^:]*): (.*)', reason, re.DOTALL)
+    value, expected = match.groups() if match else (None, reason)
+    if value is not None and value.startswith('"'):
+        value = json.loads(value)
+    return ValidationError(field or "pod", value, f"Kubernetes: {expected}")

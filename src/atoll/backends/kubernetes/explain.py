@@ -12,7 +12,7 @@ import msgspec
 
 from atoll.backends.kubernetes.resource import ExitGroup, RankGroup
 from atoll.core.phase import Phase
-from atoll.core.reasons import PhaseReason, RankEnd, listing
+from atoll.core.reasons import ExitReason, PhaseReason, listing
 from atoll.core.status import AttemptStatus, Event, StatusHead
 
 Json = dict[str, Any]
@@ -87,7 +87,7 @@ STATUS = {
     "rootCause": "How the rank ended that brought the training down.",
     "rank": "The number of the rank.",
     "exitCode": "The exit code; not there if it could not be learned.",
-    "terminationReason": f"How it ended. {listing(RankEnd)}.",
+    "terminationReason": f"How it ended. {listing(ExitReason)}.",
     "restartCount": "How often the rank had been started again.",
     "signal": "The signal that killed it.",
     "startedAt": f"When it started, {SECONDS}.",
@@ -122,7 +122,7 @@ STATUS = {
     "state": "How far that is.",
     "hosts": "How many hosts there are.",
     "foreignWrites": "Keys of the gate that somebody else wrote, and that were put right.",
-    "countedFrom": "The steady time of created, ended and bench, where it is not the wall's.",
+    "startedMonotonic": "The steady time of created, ended and bench, where it is not the wall's.",
     "clockSkew": "Seconds by which the clock of the ranks differs from the steady one.",
     "bench": "The measurement of the link between two hosts.",
     "result": "What was measured.",
@@ -146,7 +146,7 @@ STATUS = {
     "attempts": "Earlier attempts of ranks: the latest 20 of each, 500 in all.",
     "attempts.rank": "The rank.",
     "attempts.attempt": "Its number, from 0.",
-    "attempts.reason": f"How it ended, in one word: {listing(RankEnd)}.",
+    "attempts.reason": f"How it ended, in one word: {listing(ExitReason)}.",
     "attempts.message": "The same for people.",
     "count": "How often it happened in a row.",
     "id": "Its number.",
@@ -180,7 +180,7 @@ def status_schema() -> Json:
     }
     moment = head["properties"]["conditions"]["items"]["properties"]["lastTransitionTime"]
     moment["format"] = "date-time"
-    text = f"What was seen. Of rankExits, terminationReason is {listing(RankEnd)}."
+    text = f"What was seen. Of rankExits, terminationReason is {listing(ExitReason)}."
     return described(head, STATUS, text)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import Any
 
-from atoll.backends.kubernetes.podfields import check_labels
 from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
 
@@ -125,9 +124,6 @@ def check_gpu_nodes(table: Any) -> None:
                 raise ValidationError(
                     f"gpu_nodes.{model}", nodes, "expected labels of nodes, or a list of such sets"
                 )
-            for key, values in labels.items():
-                for value in values if isinstance(values, list) else [values]:
-                    check_labels(f"gpu_nodes.{model}", {key: value})
 
 
 def _is_values(values: object) -> bool:

@@ -42,7 +42,7 @@ class Lease:
         self._duration_s = duration_s
         self._renew_s = renew_s
         self._retry_s = retry_s
-        self._seen: tuple[Any, float] = (None, 0.0)
+        self._observed: tuple[Any, float] = (None, 0.0)
 
     async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Waits until it holds the lease, then runs `work` until that ends or the lease is lost.
@@ -73,10 +73,10 @@ class Lease:
         while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
             try:
                 async with asyncio.timeout(self._renew_s):
-                    is_held = await self._acquire_once()
+                    is_renewed = await self._acquire_once()
             except TimeoutError:
-                is_held = False
-            if is_held:
+                is_renewed = False
+            if is_renewed:
                 deadline = time.monotonic() + self._duration_s * 2 / 3
             elif time.monotonic() >= deadline:
                 log.warning("the lease could not be renewed; this operator stops acting")
@@ -94,10 +94,10 @@ class Lease:
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         record = (holder, spec.get("renewTime"))
-        if record != self._seen[0]:
-            self._seen = (record, time.monotonic())
+        if record != self._observed[0]:
+            self._observed = (record, time.monotonic())
         lasts_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
-        if holder not in ("", self._identity) and time.monotonic() < self._seen[1] + lasts_s:
+        if holder not in ("", self._identity) and time.monotonic() < self._observed[1] + lasts_s:
             return False
         return await self._write(lease, is_new=holder != self._identity)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 import msgspec
@@ -9,14 +10,13 @@ from msgspec import Meta
 
 from atoll.backends.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives, check_gpu_nodes
 from atoll.backends.kubernetes.names import SOURCE
-from atoll.backends.kubernetes.podfields import check_key, check_label_value, check_labels
 from atoll.backends.kubernetes.podpatch import ShortNames, check_patch, merge_pod
 from atoll.backends.launch import ETCD_BACKEND, needs_etcd
 from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.mesh import split_endpoint
-from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds, check_quantity
+from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec, check_quantity
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.mesh.reach import DEADLINE_S
 
@@ -68,7 +68,7 @@ def check_installed(name: str) -> None:
 REPORT_SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
 
 
-class KubernetesOptions(ShortNames, frozen=True):
+class KubernetesOptions(ShortNames, frozen=True, dict=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
     namespace: str | None = None  # unset: the training's own
@@ -83,7 +83,7 @@ class KubernetesOptions(ShortNames, frozen=True):
     gpu_resource_key: str = "nvidia.com/gpu"
     gpu_nodes: dict[str, GpuNodes] = msgspec.field(default_factory=lambda: GPU_NODES)
     gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
-    ttl_seconds_after_finished: WholeSeconds | None = 86_400
+    ttl_seconds_after_finished: IntegerSeconds | None = 86_400
     kueue_queue: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -99,9 +99,9 @@ class KubernetesOptions(ShortNames, frozen=True):
     agent_image: str | None = None  # has Python and atoll: for the mesh and the link bench
     mesh_deadline_s: Seconds = DEADLINE_S  # ranks are let in with what there is after this
     master_port: Port = 29_500
-    deadline_margin_s: WholeSeconds = 0  # by which the Job's deadline is after the training's
+    deadline_margin_s: IntegerSeconds = 0  # by which the Job's deadline is after the training's
     kubelet_port: Port | None = 10_250  # where nodes answer; None: only the cluster is asked
-    lost_node_s: WholeSeconds = 30  # a node that does not answer loses its ranks after this
+    lost_node_s: IntegerSeconds = 30  # a node that does not answer loses its ranks after this
     gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: Patience = 60.0  # and asks again after this
     image_timeout_s: Patience = 300.0  # an image that cannot be pulled ends the training after this
@@ -109,7 +109,7 @@ class KubernetesOptions(ShortNames, frozen=True):
     is_controlled: bool = False
     # Pods stay until their exit is stored, whatever becomes of the controller: a node is not
     # drained without it.
-    is_exit_held: bool = False
+    has_exit_finalizer: bool = False
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
     # Ranks write how they ended, by agent/process.py; the image needs sh. Unset: those do that may
     # have peers and a start gate. False: the command runs exactly as given, and the kubelet's
@@ -132,21 +132,17 @@ class KubernetesOptions(ShortNames, frozen=True):
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         check_patch(self.pod)
         self.check_short_names()
-        check_labels("labels", self.labels)
-        check_labels("annotations", self.annotations, has_free_values=True)
-        check_key("gpu_memory_label", self.gpu_memory_label)
         if "/" not in self.gpu_resource_key:
             raise ValidationError(
                 "gpu_resource_key", self.gpu_resource_key, "expected a name like nvidia.com/gpu"
             )
-        check_key("gpu_resource_key", self.gpu_resource_key)
         if self.reports_uri is not None and not self.reports_uri.startswith(REPORT_SCHEMES):
             expected = "expected the address of a control plane or the URI of an object store"
             raise ValidationError("reports_uri", self.reports_uri, expected)
         self._check_mounts()
 
     def _check_mounts(self) -> None:
-        volumes = {volume.get("name") for volume in self.patched({}).get("volumes", ())}
+        volumes = {volume.get("name") for volume in self.own_pod.get("volumes", ())}
         mounts = {"volume_mounts": self.volume_mounts}
         for at, container in enumerate(self.pod.get("containers", ())):
             mounts[f"pod.containers[{at}].volumeMounts"] = container.get("volumeMounts", [])
@@ -161,6 +157,11 @@ class KubernetesOptions(ShortNames, frozen=True):
                         "shm_size", self.shm_size, f"expected none: {field} has /dev/shm already"
                     )
 
+    @functools.cached_property
+    def own_pod(self) -> Json:
+        """What the options say of a pod's spec, merged once. Never change it."""
+        return self.patched({})
+
     def patched(self, pod: Json) -> Json:
         """A pod's spec with what the short names say, and over them the option `pod`."""
         patched = merge_pod(self.with_short_names(pod), self.pod)
@@ -171,14 +172,14 @@ class KubernetesOptions(ShortNames, frozen=True):
 
     def shared(self, *fields: str) -> Json:
         """Of these fields what pods beside the ranks have too."""
-        pod = self.patched({})
+        pod = self.own_pod
         return {field: pod[field] for field in fields if pod.get(field)}
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run with these options."""
         if spec.image is None and self.image is None:
             raise ValidationError("image", None, "expected an image: ranks run in containers")
-        needs, pod = spec.resources, self.patched({})
+        needs, pod = spec.resources, self.own_pod
         runtime = pod.get("runtimeClassName")
         if needs.gpu_count and runtime and not self.is_runtime_class_with_gpu_meant:
             raise ValidationError(
@@ -199,9 +200,6 @@ class KubernetesOptions(ShortNames, frozen=True):
             raise ValidationError(
                 "rendezvous_uri", None, "expected the object store of the run: pods share no folder"
             )
-        for field in ("include", "exclude"):
-            for provider in getattr(spec.provider_filter, field) or ():
-                check_label_value(f"provider_filter.{field}", provider)
 
     def _check_models(self, models: list[str]) -> None:
         own = self.own_node_labels()
@@ -217,7 +215,7 @@ class KubernetesOptions(ShortNames, frozen=True):
 
     def own_node_labels(self) -> set[str]:
         """The labels of nodes that the caller asks for by a selector or an affinity."""
-        pod = self.patched({})
+        pod = self.own_pod
         affinity = pod.get("affinity", {}).get("nodeAffinity", {})
         required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
         rules = [
@@ -252,7 +250,7 @@ class KubernetesOptions(ShortNames, frozen=True):
         return is_needed and self.etcd_endpoint is None
 
 
-class ClusterOptions(KubernetesOptions, frozen=True):
+class ClusterOptions(KubernetesOptions, frozen=True, dict=True):
     """What `[executors.NAME]` with `kind = "kubernetes"` may say.
 
     A control plane takes exits and keeps the deadline, so the Job stays until it has taken them.

@@ -26,8 +26,8 @@ from atoll.backends.kubernetes.names import (
     REPORT_DIR,
 )
 from atoll.core.lines import split_lines
-from atoll.core.reasons import RankEnd
-from atoll.core.status import Exit
+from atoll.core.reasons import ExitReason
+from atoll.core.status import Exit, ObservedRank
 
 Json = dict[str, Any]
 
@@ -38,31 +38,31 @@ LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
 # Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
 DISRUPTIONS = {
-    "PreemptionByScheduler": RankEnd.PREEMPTED,
-    "DeletionByTaintManager": RankEnd.EVICTED,
-    "EvictionByEvictionAPI": RankEnd.EVICTED,
-    "DeletionByPodGC": RankEnd.HOST_LOST,
-    "TerminationByKubelet": RankEnd.EVICTED,
+    "PreemptionByScheduler": ExitReason.PREEMPTED,
+    "DeletionByTaintManager": ExitReason.EVICTED,
+    "EvictionByEvictionAPI": ExitReason.EVICTED,
+    "DeletionByPodGC": ExitReason.HOST_LOST,
+    "TerminationByKubelet": ExitReason.EVICTED,
 }
 EXPECTED_WHEN_STOPPED = frozenset(
     {
-        RankEnd.ERROR,
-        RankEnd.SIGNAL,
-        RankEnd.UNKNOWN,
-        RankEnd.EVICTED,
-        RankEnd.DEADLINE_EXCEEDED,
+        ExitReason.ERROR,
+        ExitReason.SIGNAL,
+        ExitReason.UNKNOWN,
+        ExitReason.EVICTED,
+        ExitReason.DEADLINE_EXCEEDED,
     }
 )
 # Reasons of a pod's status that say more than its container's.
 POD_REASONS = {
-    "Evicted": RankEnd.EVICTED,
-    "NodeLost": RankEnd.HOST_LOST,
-    "NodeShutdown": RankEnd.EVICTED,
-    "Terminated": RankEnd.EVICTED,
-    "Preempting": RankEnd.PREEMPTED,
-    "DeadlineExceeded": RankEnd.DEADLINE_EXCEEDED,
-    "NodeAffinity": RankEnd.REJECTED,
-    "UnexpectedAdmissionError": RankEnd.REJECTED,
+    "Evicted": ExitReason.EVICTED,
+    "NodeLost": ExitReason.HOST_LOST,
+    "NodeShutdown": ExitReason.EVICTED,
+    "Terminated": ExitReason.EVICTED,
+    "Preempting": ExitReason.PREEMPTED,
+    "DeadlineExceeded": ExitReason.DEADLINE_EXCEEDED,
+    "NodeAffinity": ExitReason.REJECTED,
+    "UnexpectedAdmissionError": ExitReason.REJECTED,
 }
 # A container that is not there yet, by the reason it waits for.
 WAITING = {
@@ -78,8 +78,8 @@ WAITING = {
     "RunContainerError": "its container cannot be started: {message}",
 }
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
-BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
-BROKEN = frozenset(WAITING) - BEING_MADE
+BEING_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
+BROKEN = frozenset(WAITING) - BEING_CREATED
 
 
 MAX_SHARED = 10_000  # distinct parts of manifests; a gang has a handful
@@ -173,13 +173,12 @@ def when(text: str | None) -> float | None:
     return at or None
 
 
-def part_of(manifest: Json) -> str:
-    """What the pod does for its training: it is a rank, an etcd or a bench."""
-    return str((manifest["metadata"].get("labels") or {}).get(PART, CONTAINER))
-
-
 class Pod:
-    """A pod's manifest with names for what atoll asks of it."""
+    """A pod's manifest with names for what atoll asks of it.
+
+    A pod is parsed once, when it arrives, and read in every observation until it changes: what all
+    of them need is an attribute, and the rest is computed on demand.
+    """
 
     def __init__(self, manifest: Json) -> None:
         self.manifest = manifest
@@ -191,8 +190,9 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
-        # The name of its container, too, but for launches from scripts.
-        self.part = part_of(manifest)
+        # What the pod does for its training: it is a rank, an etcd or a bench. Also the name of
+        # its container, except in launches from scripts.
+        self.part = str((self.metadata.get("labels") or {}).get(PART, CONTAINER))
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
         self.address: str = self.status.get("hostIP", "")  # of its node
@@ -204,9 +204,28 @@ class Pod:
         self._gate: Json = next(
             (c.get("state") or {} for c in self._before if c["name"] == GATE), {}
         )
-        self._conditions: dict[str, Json] = {
-            c["type"]: c for c in self.status.get("conditions") or ()
-        }
+        self.is_leaving = "deletionTimestamp" in self.metadata
+        self.is_running = "running" in self.state
+        self.is_over = "terminated" in self.state or self.status.get("phase") in (
+            "Succeeded",
+            "Failed",
+        )
+        state = self.state.get("running") or self.state.get("terminated") or {}
+        # A command that could not be run has an end and no start.
+        self.started_at = when(state.get("startedAt")) or when(state.get("finishedAt"))
+        self.has_run = self.started_at is not None
+        # Its start gate runs, according to the kubelet's last report.
+        self.is_gate_up = "running" in self._gate and not self.is_over
+        # A finalizer keeps the pod until its exit is stored.
+        self.has_finalizer = FINALIZER in (self.metadata.get("finalizers") or ())
+        # It runs and nothing is due: almost every pod of a large gang, most of the time.
+        is_steady = self.is_running and self.has_run and not self.is_over and not self.is_leaving
+        self.is_steady = is_steady and not self.has_finalizer
+        self.observed: ObservedRank | None = None  # a steady pod's rank, once it was read
+
+    @functools.cached_property
+    def _conditions(self) -> dict[str, Json]:
+        return {c["type"]: c for c in self.status.get("conditions") or ()}
 
     @property
     def attempt(self) -> int:
@@ -217,23 +236,10 @@ class Pod:
         return int(self.created_at)
 
     @property
-    def is_held(self) -> bool:
-        """A finalizer keeps the pod until its exit is stored."""
-        return FINALIZER in (self.metadata.get("finalizers") or ())
-
-    @property
-    def is_leaving(self) -> bool:
-        return "deletionTimestamp" in self.metadata
-
-    @property
     def left_at(self) -> float | None:
         """When its deletion was requested."""
         at = when(self.metadata.get("deletionTimestamp"))
         return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
-
-    @property
-    def is_over(self) -> bool:
-        return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
     def is_ending(self, now: float) -> bool:
         """Its rank has ended, and the kubelet is about to report the end of the pod."""
@@ -242,25 +248,10 @@ class Pod:
         return at is not None and not is_reported and now < at + LATE_S
 
     @property
-    def started_at(self) -> float | None:
-        state = self.state.get("running") or self.state.get("terminated") or {}
-        # A command that could not be run has an end and no start.
-        return when(state.get("startedAt")) or when(state.get("finishedAt"))
-
-    @property
-    def has_run(self) -> bool:
-        return self.started_at is not None
-
-    @property
-    def is_being_made(self) -> bool:
+    def is_being_created(self) -> bool:
         """The pod has its node, but no container runs yet; only events tell what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
-        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_MADE
-
-    @property
-    def is_gate_up(self) -> bool:
-        """Its start gate runs, according to the kubelet's last report."""
-        return "running" in self._gate and not self.is_over
+        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_CREATED
 
     @property
     def is_at_gate(self) -> bool:
@@ -299,18 +290,22 @@ class Pod:
 
     def is_lost(self, now: float) -> bool:
         """The pod is being deleted on a node that does not answer, and may never report again."""
+        if not self.is_leaving or self.is_over:
+            return False
         is_silent = self.condition("Ready").get("status") != "True"
         reason = self.condition("DisruptionTarget").get("reason")
-        is_given_up = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
-        is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
-        is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
-        return is_running and is_silent and (is_given_up or self.is_late(now))
+        is_abandoned = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        is_abandoned = is_abandoned and self.has_run  # at the start gate no pod is Ready
+        is_up = self.has_run or self.is_gate_up
+        return is_up and is_silent and (is_abandoned or self.is_late(now))
 
     def condition(self, kind: str) -> Json:
         return self._conditions.get(kind, {})
 
     @property
     def waiting_reason(self) -> str:
+        if self.is_running:
+            return ""
         if self.condition("PodScheduled").get("status") == "False":
             return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
         return str(self._waiting[0].get("reason", ""))
@@ -324,7 +319,7 @@ class Pod:
     def _waiting(self) -> tuple[Json, str]:
         """Why the container whose turn it is waits, and its image."""
         waiting: Json = {}
-        if "running" in self.state:  # a restarting sidecar does not concern the rank
+        if self.is_running:  # a restarting sidecar does not concern the rank
             return waiting, ""
         for status in (*self._before, self.container):
             waiting = (status.get("state") or {}).get("waiting") or waiting
@@ -344,7 +339,7 @@ class Pod:
         scheduled = self.condition("PodScheduled")
         reason = self.waiting_reason
         if reason == "Unschedulable":
-            return f"no room: {scheduled.get('message', '')}"
+            return f"no capacity: {scheduled.get('message', '')}"
         if reason == "SchedulingGated":
             gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
             return f"held back by the scheduling gate {gates}"
@@ -362,11 +357,11 @@ class Pod:
         text = str(ended.get("message") or "")
         record = read_record(text)
         is_lost = self.is_lost(now)
-        reason, words = self._why(ended, is_lost)
+        reason, message = self._why(ended, is_lost)
         code: int | None = ended.get("exitCode")
         if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
             code = None
-        if reason == RankEnd.COMMAND_NOT_FOUND:
+        if reason == ExitReason.COMMAND_NOT_FOUND:
             code = 127  # there was no process; a shell uses this code
         last = ended if self.has_run else ended or self._gate_end
         exit = Exit(
@@ -374,15 +369,17 @@ class Pod:
             at=when(last.get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
-            message=words,
-            log_tail=[] if words and words in text else split_lines(text)[-TAIL_LINES:],
+            message=message,
+            log_tail=[] if message and message in text else split_lines(text)[-TAIL_LINES:],
         )
         if record is not None:
             exit = recorded_exit(exit, record)
-        elif self._is_recorder and reason in (RankEnd.ERROR, RankEnd.SIGNAL) and not is_stopped:
-            exit = replace(exit, is_backends_word=True)
+        elif (
+            self._is_recorder and reason in (ExitReason.ERROR, ExitReason.SIGNAL) and not is_stopped
+        ):
+            exit = replace(exit, is_from_backend=True)
         if is_stopped and exit.reason in EXPECTED_WHEN_STOPPED:
-            return replace(exit, is_stopped=True, reason=RankEnd.STOPPED)
+            return replace(exit, is_stopped=True, reason=ExitReason.STOPPED)
         return replace(exit, is_stopped=is_stopped)
 
     @property
@@ -390,39 +387,41 @@ class Pod:
         """Whether its rank runs under the wrapper that records its exit."""
         containers = self.spec.get("containers") or ()
         ranks = (c for c in containers if c.get("name") in (CONTAINER, REPLICA))
-        return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
+        return any(
+            f" {REPORT_DIR}/" in argument for c in ranks for argument in c.get("command", ())[2:3]
+        )
 
-    def _why(self, ended: Json, is_lost: bool) -> tuple[RankEnd, str]:
+    def _why(self, ended: Json, is_lost: bool) -> tuple[ExitReason, str]:
         disruption = self.condition("DisruptionTarget")
         pod_reason = self.status.get("reason", "")
         if is_lost:
-            return RankEnd.HOST_LOST, f"its node {self.node} does not answer"
+            return ExitReason.HOST_LOST, f"its node {self.node} does not answer"
         if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
-            return RankEnd.REJECTED, str(self.status.get("message", ""))
+            return ExitReason.REJECTED, str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if disruption.get("reason") in DISRUPTIONS:
             return DISRUPTIONS[disruption["reason"]], str(disruption.get("message", ""))
         if not ended and self._gate_code not in (None, 0):
-            return RankEnd.START_GATE_FAILED, self._gate_trouble()
+            return ExitReason.START_GATE_FAILED, self._gate_error()
         if not ended and (init := self._failed_init):
-            return RankEnd.INIT_FAILED, init
+            return ExitReason.INIT_FAILED, init
         native = ended.get("reason", "")
         # With exit code 0, a child of the rank was killed, and the rank went on.
         if native == "OOMKilled" and ended.get("exitCode") != 0:
-            return RankEnd.OOM_KILLED, ""
+            return ExitReason.OOM_KILLED, ""
         if native in ("StartError", "ContainerCannotRun"):
             message = " ".join(str(ended.get("message", "")).split())
             if self._is_recorder and '"sh"' in message:
                 message += f" ({NO_SHELL})"
             is_missing = "not found" in message or "no such file" in message
-            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, message
+            return ExitReason.COMMAND_NOT_FOUND if is_missing else ExitReason.CANNOT_RUN, message
         if native == "ContainerStatusUnknown" or not ended:
-            return RankEnd.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
+            return ExitReason.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
         code = ended.get("exitCode", 0)
         if code == 0:
-            return RankEnd.COMPLETED, ""
-        return RankEnd.SIGNAL if _signal(code) else RankEnd.ERROR, ""
+            return ExitReason.COMPLETED, ""
+        return ExitReason.SIGNAL if _signal(code) else ExitReason.ERROR, ""
 
     @property
     def _failed_init(self) -> str:
@@ -435,7 +434,7 @@ class Pod:
                 return f"{container['name']}: exit code {code}" + (message and f": {message}")
         return ""
 
-    def _gate_trouble(self) -> str:
+    def _gate_error(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
         message = " ".join(str(self._gate_end.get("message", "")).split())
         return (

@@ -6,7 +6,6 @@ things by name, other lists whole; null takes a field away. What atoll itself re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,6 @@ from atoll.backends.kubernetes.names import (
     GATE,
     REPORT_VOLUME,
 )
-from atoll.backends.kubernetes.podfields import flaws_of
 from atoll.core.checks import check_choice, check_env, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
@@ -54,7 +52,7 @@ KINDS: dict[str, type] = {
         ("serviceAccountName", "priorityClassName", "runtimeClassName", "schedulerName"), str
     ),
 }
-WORDS: dict[type, str] = {list: "a list of objects", dict: "an object", str: "text"}
+KIND_NAMES: dict[type, str] = {list: "a list of objects", dict: "an object", str: "text"}
 
 # What a patch may not say, with what would be right.
 FIXED = {
@@ -112,9 +110,9 @@ def _merge_list(rule: ListRule, base: list[Json], patch: list[Json]) -> list[Jso
         key = entry.get(rule.key)
         before = merged.get(key, {}) if rule.is_deep else {}
         merged[key] = merge_pod(before, entry)
-    kept = [entry for key, entry in merged.items() if key in known]
+    existing = [entry for key, entry in merged.items() if key in known]
     new = [entry for key, entry in merged.items() if key not in known]
-    return [*new, *kept] if rule.is_new_first else [*kept, *new]
+    return [*new, *existing] if rule.is_new_first else [*existing, *new]
 
 
 def check_patch(patch: object, field: str = "pod") -> None:
@@ -126,8 +124,6 @@ def check_patch(patch: object, field: str = "pod") -> None:
         _check_rank(f"{field}.containers[{at}]", container)
     for at, container in enumerate(patch.get("initContainers", ())):
         _check_fields(f"{field}.initContainers[{at}]", container, {})
-    for flaw in flaws_of(merge_pod({}, patch)):
-        raise flaw.refuse(field)
 
 
 def _check_fields(where: str, fields: Json, fixed: dict[str, str]) -> None:
@@ -140,7 +136,7 @@ def _check_fields(where: str, fields: Json, fixed: dict[str, str]) -> None:
         if value is None and name not in NEEDED:
             continue
         if name in KINDS and not isinstance(value, KINDS[name]):
-            raise ValidationError(field, value, f"expected {WORDS[KINDS[name]]}")
+            raise ValidationError(field, value, f"expected {KIND_NAMES[KINDS[name]]}")
         if name in LISTS:
             _check_entries(field, name, value)
 
@@ -217,35 +213,24 @@ class ShortNames(SpecModel, frozen=True):
             check_strings(field, getattr(self, field))
         if self.image_pull_policy is not None:
             check_choice("image_pull_policy", self.image_pull_policy, PullPolicy)
-        for name, place in SHORT_NAMES.items():
+        for name, render in SHORT_NAMES.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                _check_kind(name, value, place(value))
-                for flaw in flaws_of(merge_pod({}, place(value))):
-                    raise flaw._replace(path=_short_path(flaw.path, value)).refuse(name)
+                _check_kind(name, value, render(value))
         check_patch(self.with_short_names({}))
 
     def with_short_names(self, pod: Json) -> Json:
-        for name, place in SHORT_NAMES.items():
+        for name, render in SHORT_NAMES.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                pod = merge_pod(pod, place(value))
+                pod = merge_pod(pod, render(value))
         return pod
 
 
 def _check_kind(name: str, value: object, patch: Json) -> None:
     for field, part in patch.items():
         if field in KINDS and not isinstance(part, KINDS[field]):
-            raise ValidationError(name, value, f"expected {WORDS[KINDS[field]]}")
-
-
-def _short_path(path: str, value: object) -> str:
-    """Where in the short name's own value a flaw of the pod's spec is."""
-    if isinstance(value, str):
-        return ""
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return path[path.rindex("[") : path.rindex("]") + 1]
-    return re.sub(r"^(containers\[0\]\.)?\w+\.?", "", path)
+            raise ValidationError(name, value, f"expected {KIND_NAMES[KINDS[field]]}")
 
 
 def _of_rank(**fields: Any) -> Json:

@@ -17,7 +17,7 @@ from atoll.backends.local import processes
 from atoll.core.bench import LIMIT_S
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode
-from atoll.core.status import BenchResult, BenchSeen
+from atoll.core.status import BenchResult, ObservedBench
 
 FILE = "bench.json"
 
@@ -31,16 +31,16 @@ class LocalBench:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._errors: dict[str, str] = {}
 
-    def seen(self, uid: str) -> BenchSeen:
+    def observe(self, uid: str) -> ObservedBench:
         if uid in self._running:
-            return BenchSeen(state="running", message=f"measuring {self._host} with itself")
+            return ObservedBench(state="running", message=f"measuring {self._host} with itself")
         if uid in self._errors:
-            return BenchSeen(state="failed", message=self._errors[uid])
+            return ObservedBench(state="failed", message=self._errors[uid])
         try:
             result = decode((self._root / uid / FILE).read_bytes(), BenchResult)
         except (OSError, ValidationError):
-            return BenchSeen(state="idle", message="about to be measured")
-        return BenchSeen(state="done", result=result)
+            return ObservedBench(state="idle", message="about to be measured")
+        return ObservedBench(state="done", result=result)
 
     def start(self, uid: str, notify: Callable[[], None]) -> None:
         if uid not in self._running:

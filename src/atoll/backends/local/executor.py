@@ -24,6 +24,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.records import Facts
 from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
 from atoll.backends.local import processes
 from atoll.backends.local.adoption import (
@@ -40,45 +41,41 @@ from atoll.backends.local.capacity import Machine
 from atoll.backends.local.devices import Devices, DeviceShare, Held, count_visible, ids_of, present
 from atoll.backends.local.files import GANG
 from atoll.backends.local.idle import Stillness
+from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import UseMeter
-from atoll.backends.local.observe import (
-    EndStalled,
-    desired_of,
-    next_look_s,
-    seen_rank,
-    stalled_followups,
-)
 from atoll.backends.local.options import SUPPORTS, LocalOptions
 from atoll.backends.local.processes import boot_id
 from atoll.backends.local.queue import Capacity, StartQueue, Waiting
 from atoll.backends.local.rendezvous_file import read_rendezvous
 from atoll.backends.local.rendezvous_view import (
-    seen_endpoint,
-    seen_mesh,
+    observed_endpoint,
+    observed_mesh,
     wanted_rendezvous,
     withdraw,
 )
 from atoll.backends.local.reserve import Reserve
 from atoll.backends.local.shortage import waiting_words
 from atoll.backends.local.supervisor_client import RESTORED_S, Supervision
+from atoll.backends.records import desired_of
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
-from atoll.core.metrics import RankUse
+from atoll.core.executors import PlaneContext
+from atoll.core.metrics import RankUsage
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.spec import TrainingSpec
+from atoll.core.stall import check_again_s
 from atoll.core.status import (
-    BenchSeen,
     DesiredState,
     Followup,
     LogLine,
-    Seen,
+    Observation,
+    ObservedBench,
     Training,
     sooner,
 )
-from atoll.core.stores import apart
+from atoll.core.stores import own_keys_only
 from atoll.files.ownership import make_private, private
-from atoll.logs.files import read_lines, tail_places
+from atoll.logs.files import read_lines, tail_offsets
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
@@ -120,7 +117,9 @@ def render_gang(
         TOGETHER: spec.env.get(TOGETHER) or started_together or str(desired.size),
     }
     inherited = {
-        name: value for name, value in apart(base, launch.env).items() if name not in launch.later
+        name: value
+        for name, value in own_keys_only(base, launch.env).items()
+        if name not in launch.later
     }
     return {
         "uid": training.uid,
@@ -193,7 +192,7 @@ class LocalBackend(Executor):
         self._quarantined: list[str] = []  # what is of no known training: a sentence for each
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> LocalBackend:
         """An executor with the options of `[executors.local]`."""
         table = options_of(LocalOptions, options)
         gpus = None if table.gpus is None else ids_of("gpus", table.gpus)
@@ -288,7 +287,7 @@ class LocalBackend(Executor):
             if training.status.has_run:
                 if (words := gang.damage()) and gang.restore():
                     raise _being_restored(words)
-                if not gang.state.version:
+                if not gang.facts.version:
                     raise Permanent(f"all record of the ranks in {gang.directory} is gone")
             held = self._held.get(training.uid, 0)
             if self._slots is not None and desired.size > held + self._free_slots():
@@ -324,13 +323,13 @@ class LocalBackend(Executor):
         self._enter_queue(training)
         self._wake_next()
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         try:
-            return self._seen(training, self._gang(training))
+            return self._observed(training, self._gang(training))
         except OSError as error:  # of files, most likely
             raise Temporary(waiting_words("look at the ranks", error.strerror)) from error
 
-    def _seen(self, training: Training, gang: Supervision) -> Seen:
+    def _observed(self, training: Training, gang: Supervision) -> Observation:
         is_over, is_led = training.status.phase.is_terminal, False
         if training.status.has_run and (words := self._lost(training, gang)):
             is_led = gang.restore()
@@ -343,35 +342,32 @@ class LocalBackend(Executor):
             self._give_back(training.uid, _holds(gang))
         if self._enter_queue(training):
             self._wake_next()
-        room, message, again_in_s = self._room_for(training)
-        seen = Seen(
-            room=room,
+        capacity, message, again_in_s = self._capacity_for(training)
+        observation = Observation(
+            capacity=capacity,
             message=gang.shortage or message,
-            bench=self._bench_seen(training),
+            bench=self._observed_bench(training),
             again_in_s=again_in_s,
             is_supervised=is_supervised,
         )
         if not is_asked:
-            return seen
-        state = gang.state
+            return observation
+        facts = gang.facts
         quiet = self._quiet_s(training, gang)
         error = read_rendezvous(gang.directory).get("error")
         return replace(
-            seen,
+            observation,
             ranks=[
-                replace(
-                    seen_rank(training.name, self._host, attempt, state.past.get(rank, ())),
-                    quiet_s=quiet.get(rank),
-                )
-                for rank, attempt in state.attempts.items()
+                replace(rank, idle_s=quiet[rank.rank]) if rank.rank in quiet else rank
+                for rank in gang.memory.observe(training, facts, self._host)
             ],
-            followups=stalled_followups(training, state, quiet),
-            again_in_s=sooner(again_in_s, next_look_s(training)),
-            desired=desired_of(state),
+            followups=_stalled(training, facts, quiet),
+            again_in_s=sooner(again_in_s, _next_idle_check_s(training)),
+            desired=desired_of(facts),
             message=gang.shortage or str(error or message),
-            rendezvous_endpoint=seen_endpoint(training, gang.directory),
-            mesh=seen_mesh(training, gang.directory),
-            at=state.time(boot_id(), time.monotonic()),
+            rendezvous_endpoint=observed_endpoint(training, gang.directory),
+            mesh=observed_mesh(training, gang.directory),
+            at=time_of(facts, boot_id(), time.monotonic()),
         )
 
     def _lost(self, training: Training, gang: Supervision) -> str:
@@ -386,16 +382,17 @@ class LocalBackend(Executor):
         """For how long each rank has not moved, if that is asked for."""
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
-        attempts, now = gang.state.attempts.values(), time.monotonic()
-        return self._stillness.quiet_s(training.uid, gang.directory, attempts, now)
+        running, now = gang.facts.running(), time.monotonic()
+        return self._stillness.idle_s(training.uid, gang.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""
         assert isinstance(followup, EndStalled)
-        attempt = self._gang(training).state.attempts.get(followup.rank)
-        is_it = attempt is not None and attempt.attempt == followup.attempt and attempt.exit is None
-        if attempt is not None and is_it and processes.born(attempt.pid) == attempt.born:
-            processes.kill_group(attempt.pid, signal.SIGKILL)
+        one = self._gang(training).facts.attempt(followup.rank, followup.attempt)
+        if one is None or not one.is_running:
+            return
+        if processes.start_ticks(one.pid) == one.start_ticks:
+            processes.kill_group(one.pid, signal.SIGKILL)
 
     async def measure(self, training: Training) -> None:
         key = training.key
@@ -438,24 +435,24 @@ class LocalBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
             yield line
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self.log_folder(training), ranks, tail)
+        return tail_offsets(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, rank_place(self._root / training.uid))
@@ -463,15 +460,15 @@ class LocalBackend(Executor):
     def metrics_uri(self, training: Training) -> str:
         return rank_place(self._root / training.uid).figures
 
-    async def machine_use(self) -> dict[str, list[RankUse]]:
+    async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
-        living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.living()]
+        living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.running()]
         # The thread is given values: journals and their readers belong to the event loop.
         figures = await asyncio.to_thread(self._meter.measure, [attempt for _, attempt in living])
-        use: dict[str, list[RankUse]] = {}
+        use: dict[str, list[RankUsage]] = {}
         for uid, attempt in living:
             if attempt.pid in figures:
-                own = RankUse(attempt.rank, attempt.attempt, figures[attempt.pid])
+                own = RankUsage(attempt.rank, attempt.attempt, figures[attempt.pid])
                 use.setdefault(uid, []).append(own)
         return use
 
@@ -497,18 +494,18 @@ class LocalBackend(Executor):
             self._held[uid] = needed
             self._wake_next()
 
-    def _room_for(self, training: Training) -> tuple[int | None, str, float | None]:
+    def _capacity_for(self, training: Training) -> tuple[int | None, str, float | None]:
         """How many ranks it may hold, what bounds them, and when to look again if nobody tells."""
         uid, target = training.uid, training.spec.world_size.target
-        held, room, message = self._held.get(uid, 0), target, ""
+        held, capacity, message = self._held.get(uid, 0), target, ""
         is_limited = self._slots is not None or self._share(training) is not None
         if is_limited and held < target:
-            room, message = self._turn_of(training, held)
-        if held < min(target, room):
+            capacity, message = self._turn_of(training, held)
+        if held < min(target, capacity):
             left, why = self._machine.free()
-            if held + left < min(target, room):
+            if held + left < min(target, capacity):
                 return held + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
-        return (max(room, held) if is_limited else None), message, None
+        return (max(capacity, held) if is_limited else None), message, None
 
     def _turn_of(self, training: Training, held: int) -> tuple[int, str]:
         """How many ranks it may hold by now, and what it waits for if that is too few."""
@@ -573,8 +570,34 @@ class LocalBackend(Executor):
                 file.write(source.content)
             draft.replace(path)
 
-    def _bench_seen(self, training: Training) -> BenchSeen | None:
-        return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+    def _observed_bench(self, training: Training) -> ObservedBench | None:
+        return None if training.spec.bench.mode == "off" else self._bench.observe(training.uid)
+
+
+class EndStalled(Followup, frozen=True):
+    """A rank that does not move has to end, so that its supervisor starts it again."""
+
+    rank: int
+    attempt: int
+
+
+def _stalled(
+    training: Training, facts: Facts, idle_s: Mapping[int, float]
+) -> tuple[EndStalled, ...]:
+    spec = training.spec
+    if not spec.stall_restart or spec.stall_s is None:
+        return ()
+    currents = [(facts.current(rank), seconds) for rank, seconds in idle_s.items()]
+    return tuple(
+        EndStalled(rank=one.rank, attempt=one.attempt)
+        for one, seconds in currents
+        if one is not None and seconds >= spec.stall_s
+    )
+
+
+def _next_idle_check_s(training: Training) -> float | None:
+    stall_s = training.spec.stall_s
+    return None if stall_s is None else check_again_s(stall_s)
 
 
 def _being_restored(words: str) -> Temporary:
@@ -584,4 +607,4 @@ def _being_restored(words: str) -> Temporary:
 def _holds(gang: Supervision) -> int:
     """The number of ranks that a gang has, or may have under its wish."""
     wanted: int = gang.gang().get("size", 0)
-    return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])
+    return max([wanted, *(attempt.rank + 1 for attempt in gang.facts.running())])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.agent.machine_use import idle_s
-from atoll.backends.local.journal import Attempt
+from atoll.agent.records import AttemptFacts
 from atoll.backends.local.machine_use import cpu_seconds
 from atoll.logs.segments import log_end
 
@@ -30,8 +30,8 @@ class Stillness:
     def __init__(self) -> None:
         self._looks: dict[Life, _Look] = {}
 
-    def quiet_s(
-        self, uid: str, directory: Path, attempts: Iterable[Attempt], now: float
+    def idle_s(
+        self, uid: str, directory: Path, attempts: Iterable[AttemptFacts], now: float
     ) -> dict[int, float]:
         """Seconds since each of these ranks moved, by rank. `now` is of the monotonic clock."""
         living = [attempt for attempt in attempts if attempt.exit is None]

@@ -14,132 +14,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.agent.records import Facts
 from atoll.backends.local.processes import boot_id
-from atoll.core.retry import restart_delay_s
 
-Record = Mapping[str, Any]
-FORMAT = 1  # of the journal, told in its first line
-PAST_KEPT = 20  # attempts of a rank before its newest, as many as stores keep
+FORMAT = 2  # of the journal, in its first line
 # How often a supervisor shows that it lives, in the time stamp of its journal. A machine that loses
 # power dates the ends of its ranks by it, so this is what they may be charged too little.
 HEARTBEAT_S = 60.0
 
 
-class Attempt(NamedTuple):
-    """The newest attempt of a rank. `born` tells its process from a later one of the same pid."""
-
-    rank: int
-    attempt: int
-    restarts: int
-    pid: int
-    born: int
-    started_at: float
-    exit: Record | None = None
-    earlier_s: float = 0.0  # how long the attempts before this one ran
-    previous: Record | None = None  # how the one before this ended
-    up: float | None = None  # `started_at` by the monotonic clock of the gang's boot
-    is_stopping: bool = False  # a wish without it was accepted; a later one does not undo that
-
-    def ran_s(self, now: float) -> float:
-        """How long the rank has run in all its attempts."""
-        until = now if self.exit is None else self.exit["at"]
-        return self.earlier_s + max(until - self.started_at, 0.0)
-
-
-class Due(NamedTuple):
-    """An attempt to be started, not before `at`."""
-
-    rank: int
-    attempt: int
-    restarts: int
-    at: float
-
-
 class Anchor(NamedTuple):
-    """One moment by the gang's own time and by the monotonic clock of that boot."""
+    """One moment by the training's own time and by the monotonic clock of that boot."""
 
     boot: str
     at: float
     up: float
 
 
-class GangState:
-    """The state of a gang after all records of its journal."""
+def anchor_of(facts: Facts) -> Anchor | None:
+    """Return the moment that the newest desired state was accepted."""
+    desired = facts.desired
+    if desired is None or "boot" not in desired:
+        return None
+    return Anchor(desired["boot"], desired["at"], desired["up"])
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.size: int | None = None
-        self.discarded_attempts: dict[int, int] = {}
-        self.attempts: dict[int, Attempt] = {}
-        self.past: dict[int, tuple[Attempt, ...]] = {}  # the attempts before, by rank
-        self.anchor: Anchor | None = None
 
-    def copy(self) -> GangState:
-        """One that can be changed while others look at this one."""
-        other = GangState()
-        other.__dict__.update(self.__dict__)
-        other.attempts, other.past = dict(self.attempts), dict(self.past)
-        return other
-
-    def fold(self, record: Record) -> None:
-        kind = record["t"]
-        if "boot" in record:
-            self.anchor = Anchor(record["boot"], record["at"], record["up"])
-        if kind == "applied":
-            self.version = record["version"]
-            self.size = record["size"]
-            self.discarded_attempts = {
-                int(rank): attempt for rank, attempt in record["discarded"].items()
-            }
-            for attempt in self.alive():
-                if attempt.rank >= record["size"]:
-                    self.attempts[attempt.rank] = attempt._replace(is_stopping=True)
-        elif kind == "start":
-            last = self.attempts.get(record["rank"])
-            if last is not None:
-                past = (*self.past.get(last.rank, ()), last._replace(previous=None))
-                self.past[last.rank] = past[-PAST_KEPT:]
-            self.attempts[record["rank"]] = Attempt(
-                record["rank"],
-                record["attempt"],
-                record["restarts"],
-                record["pid"],
-                record["born"],
-                record["at"],
-                earlier_s=0.0 if last is None else last.ran_s(record["at"]),
-                previous=None if last is None else last.exit,
-                up=record.get("up"),
-            )
-        elif kind == "exit":
-            last = self.attempts.get(record["rank"])
-            if last is not None and last.attempt == record["attempt"] and last.exit is None:
-                self.attempts[last.rank] = last._replace(exit=record)
-
-    def time(self, boot: str, up: float) -> float | None:
-        """The gang's own time at a moment of the monotonic clock; None if it is not known."""
-        if self.anchor is None or self.anchor.boot != boot:
-            return None
-        return self.anchor.at + up - self.anchor.up
-
-    def alive(self) -> list[Attempt]:
-        return [a for a in self.attempts.values() if a.exit is None]
-
-    def due(self, max_restarts: int) -> Iterator[Due]:
-        """The attempts to start for the wish, within the restart budget."""
-        for rank in range(self.size or 0):
-            last, discarded = self.attempts.get(rank), self.discarded_attempts.get(rank, -1)
-            if last is None or (last.exit is not None and last.attempt <= discarded):
-                attempt = max(discarded, -1 if last is None else last.attempt) + 1
-                yield Due(rank, attempt, 0, 0.0)
-                continue
-            if last.exit is None or last.exit["stopped"] or last.exit["code"] == 0:
-                continue
-            if last.restarts < max_restarts:
-                at = last.exit["at"] + restart_delay_s(last.restarts)
-                yield Due(rank, last.attempt + 1, last.restarts + 1, at)
+def time_of(facts: Facts, boot: str, up: float) -> float | None:
+    """Return the training's own time at a moment of the monotonic clock; None if unknown."""
+    anchor = anchor_of(facts)
+    return None if anchor is None or anchor.boot != boot else anchor.at + up - anchor.up
 
 
 RESERVE_BYTES = 64 * 1024  # set aside at the start, so that exits still fit on a full disk
+
+
+Record = Mapping[str, Any]
 
 
 class JournalDamaged(Exception):
@@ -190,44 +99,46 @@ def is_salvageable(path: Path) -> bool:
 
 
 class JournalReader:
-    """The state of a gang as far as the file has been read. It has one user.
-
-    A state that was handed out is never changed: the next one is a copy.
-    """
+    """The facts of a training as far as its journal has been read. It has one owner."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._view = (Cursor(), GangState())
+        self._view = (Cursor(), Facts())  # replaced as a whole: threads cannot tear it
 
     @property
     def cursor(self) -> Cursor:
         return self._view[0]
 
     @property
-    def state(self) -> GangState:
+    def facts(self) -> Facts:
+        """What has been read; never changed once it was handed out."""
         return self._view[1]
 
     def refresh(self) -> bool:
-        """Reads on; returns whether there were new records. A file that was replaced is read anew.
+        """Read on; return whether there were new records. A file that was replaced is read anew.
 
-        Raises JournalDamaged, and keeps what it has, if that is broken, or older than what was
+        Raises JournalDamaged, and keeps what it has, if the file is broken, or older than what was
         read before. A journal that has not been written yet is empty.
         """
-        before, state = self._view
+        before, facts = self._view
         try:
-            view = self._read(before, state)
+            cursor, records = self._read(before)
+            facts = facts.copy() if records else facts
         except ValueError:
             try:
-                view = self._read(Cursor(), GangState())
+                cursor, records = self._read(Cursor())
             except ValueError as error:
                 raise JournalDamaged(self._path, str(error)) from error
-        if view[0].batch < before.batch:
-            words = f"it ends with batch {view[0].batch}, and had {before.batch}"
-            raise JournalDamaged(self._path, words)
-        self._view = view
-        return view[0] != before
+            facts = Facts()
+        if cursor.batch < before.batch:
+            message = f"it ends with batch {cursor.batch}, and had {before.batch}"
+            raise JournalDamaged(self._path, message)
+        for record in records:
+            facts.add(record)
+        self._view = (cursor, facts)
+        return cursor != before
 
-    def _read(self, cursor: Cursor, state: GangState) -> tuple[Cursor, GangState]:
+    def _read(self, cursor: Cursor) -> tuple[Cursor, list[Record]]:
         """Raises ValueError if the cursor does not fit the file, or a line is broken."""
         try:
             with self._path.open("rb") as file:
@@ -239,20 +150,18 @@ class JournalReader:
         except (FileNotFoundError, NotADirectoryError):
             if cursor.inode:
                 raise ValueError("it is gone") from None
-            return cursor, state
+            return cursor, []
         except IsADirectoryError:
             raise ValueError("it is a directory") from None
-        offset, batch, is_copied = cursor.offset, cursor.batch, False
+        offset, batch, found_records = cursor.offset, cursor.batch, []
         for size, records in read_batches(data, batch):
-            state, is_copied = (state if is_copied else state.copy()), True
-            for record in records:
-                state.fold(record)
+            found_records += records
             offset, batch = offset + size, batch + 1
-        return Cursor(found.st_ino, offset, batch), state
+        return Cursor(found.st_ino, offset, batch), found_records
 
 
 class JournalWriter:
-    """Appends to the journal. The caller holds the gang's lock, so there is one writer.
+    """Appends to the journal. The caller holds the training's lock, so there is one writer.
 
     It knows all that it has written, and writes it again where somebody has deleted or changed it.
     """
@@ -260,7 +169,7 @@ class JournalWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = self._open()
-        self.state = GangState()
+        self.facts = Facts()
         self._batches = 0
         self._data = bytearray()
         self._last_at = 0.0
@@ -284,13 +193,13 @@ class JournalWriter:
     def _take_over(self, data: bytes) -> None:
         for size, records in read_batches(data, 0):
             for record in records:
-                self.state.fold(record)
+                self.facts.add(record)
                 self._last_at = max(self._last_at, record["at"])
             self._data += data[len(self._data) : len(self._data) + size]
             self._batches += 1
 
     def now(self) -> float:
-        """The gang's own time: always later than the last one, so that records keep their order.
+        """Its own time: always later than the last one, so that records keep their order.
 
         It starts as the wall clock and goes on as the monotonic one, under later supervisors too:
         setting the wall clock changes no duration.
@@ -299,12 +208,13 @@ class JournalWriter:
         return self._last_at
 
     def last_alive_at(self) -> float:
-        """When a supervisor before this one last showed that it lived, by the gang's own time."""
+        """When an earlier supervisor last showed that it lived, by the training's own time."""
         return self._last_alive
 
     def is_of_this_boot(self) -> bool:
         """Whether the journal tells the time of this boot, for readers and later supervisors."""
-        return self.state.anchor is not None and self.state.anchor.boot == self._anchor.boot
+        anchor = anchor_of(self.facts)
+        return anchor is not None and anchor.boot == self._anchor.boot
 
     def heartbeat(self) -> None:
         """Shows that the supervisor lives, in the time stamp of the file."""
@@ -315,7 +225,7 @@ class JournalWriter:
         return self._anchor.at + time.monotonic() - self._anchor.up
 
     def _own_anchor(self, boot: str) -> Anchor:
-        stored = self.state.anchor
+        stored = anchor_of(self.facts)
         if stored is not None and stored.boot == boot:
             return stored
         return Anchor(boot, max(time.time(), self._last_at), time.monotonic())
@@ -325,7 +235,13 @@ class JournalWriter:
         return {"at": self.now(), "up": time.monotonic(), "boot": self._anchor.boot}
 
     def append(self, records: Sequence[Record]) -> None:
-        """Writes the records durably. On a full disk it raises OSError and writes nothing."""
+        """Write the records durably, as one batch, but for those whose key is taken.
+
+        On a full disk it raises OSError and writes nothing.
+        """
+        records = [record for record in records if not self.facts.has(record)]
+        if not records:
+            return
         if not self._is_in_place():
             # Where even the place for it is gone, it goes on in the file that has no name.
             with contextlib.suppress(OSError):
@@ -342,7 +258,7 @@ class JournalWriter:
         self._data += data
         self._batches += 1
         for record in records:
-            self.state.fold(record)
+            self.facts.add(record)
         self.heartbeat()
 
     def restore(self) -> bool:

@@ -29,7 +29,7 @@ class Life(NamedTuple):
     """One process of a pair at one moment."""
 
     pid: int
-    born: int
+    start_ticks: int
     is_stopped: bool
     is_waiting: bool  # for nothing that the machine owes it: neither the CPU nor a disk
     progress: tuple[str, ...]  # changes whenever it runs
@@ -127,7 +127,7 @@ def send(life: Life, number: int) -> None:
     except OSError:
         return
     try:
-        if processes.born(life.pid) == life.born:
+        if processes.start_ticks(life.pid) == life.start_ticks:
             signal.pidfd_send_signal(fd, number)
     except OSError:
         return
@@ -138,11 +138,11 @@ def send(life: Life, number: int) -> None:
 def _marked(directory: Path) -> Life | None:
     """The keeper that the gang's mark names, if it lives."""
     try:
-        pid, born = map(int, (directory / "keeper").read_text().split())
+        pid, start_ticks = map(int, (directory / "keeper").read_text().split())
     except (OSError, ValueError):
         return None
     life = _life(pid)
-    return life if life is not None and life.born == born else None
+    return life if life is not None and life.start_ticks == start_ticks else None
 
 
 def _is_shim(pid: int, directory: bytes) -> bool:
@@ -158,7 +158,7 @@ def _life(pid: int) -> Life | None:
         return None
     return Life(
         pid=pid,
-        born=int(fields[19]),
+        start_ticks=int(fields[19]),
         is_stopped=fields[0] in "Tt",
         is_waiting=fields[0] not in "RD",
         progress=(fields[11], fields[12], *processes.switches(pid)),

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from atoll.agent.machine_use import SESSION, NvmlGpus, cpu_seconds_of, figures_of
+from atoll.agent.records import AttemptFacts
 from atoll.backends.local import processes
-from atoll.backends.local.journal import Attempt
 
 
 class UseMeter:
@@ -22,7 +22,7 @@ class UseMeter:
         self._gpus = NvmlGpus() if gpus is None else gpus
         self._before: dict[tuple[int, int], tuple[float, float]] = {}  # by process: when, CPU s
 
-    def measure(self, attempts: Iterable[Attempt]) -> dict[int, dict[str, float]]:
+    def measure(self, attempts: Iterable[AttemptFacts]) -> dict[int, dict[str, float]]:
         """The figures of each rank that lives, by the pid of its process."""
         sessions, attempts = _sessions(), list(attempts)
         is_alone = len(attempts) == 1
@@ -31,10 +31,14 @@ class UseMeter:
         figures = {}
         for attempt in attempts:
             pids = sessions.get(attempt.pid)
-            if attempt.exit is not None or not pids or processes.born(attempt.pid) != attempt.born:
+            if (
+                attempt.exit is not None
+                or not pids
+                or processes.start_ticks(attempt.pid) != attempt.start_ticks
+            ):
                 continue
             own = figures_of(pids)
-            who = (attempt.pid, attempt.born)
+            who = (attempt.pid, attempt.start_ticks)
             used_s = own.pop("cpu_s")
             seen[who] = (now, used_s)
             if who in self._before:
@@ -60,13 +64,13 @@ def _visible(pid: int) -> str | None:
     return found[0].partition(b"=")[2].decode(errors="replace") if found else None
 
 
-def cpu_seconds(attempts: Iterable[Attempt]) -> dict[int, float]:
+def cpu_seconds(attempts: Iterable[AttemptFacts]) -> dict[int, float]:
     """What each rank that lives has used of CPUs so far, by the pid of its process."""
     sessions = _sessions()
     return {
         attempt.pid: cpu_seconds_of(sessions[attempt.pid])
         for attempt in attempts
-        if attempt.pid in sessions and processes.born(attempt.pid) == attempt.born
+        if attempt.pid in sessions and processes.start_ticks(attempt.pid) == attempt.start_ticks
     }
 
 

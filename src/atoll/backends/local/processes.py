@@ -24,7 +24,7 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def born(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks since boot; 0 if it is gone."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.agent.process import ERROR_VARIABLE, exit_record
+from atoll.agent.process import ERROR_VARIABLE, exit_fields
+from atoll.agent.records import AttemptFacts, Due, exit_record
 from atoll.backends.local import processes
-from atoll.backends.local.journal import Attempt, Due, Record
-from atoll.core.reasons import RankEnd
+from atoll.backends.local.journal import Record
+from atoll.core.reasons import ExitReason
 from atoll.logs.segments import LogWriter
 
 GO = b"g"
@@ -26,7 +27,7 @@ class Process:
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: AttemptFacts,
         output: int,
         logs: Path,
         log_bytes: int | None = None,
@@ -56,7 +57,7 @@ def become_rank(
     failures: int,
 ) -> NoReturn:
     """In a forked child: waits for the go-ahead, then executes the user's command."""
-    reason, what = RankEnd.CANNOT_RUN, ""
+    reason, what = ExitReason.CANNOT_RUN, ""
     try:
         os.setsid()
         processes.die_with_parent(supervisor)
@@ -73,16 +74,16 @@ def become_rank(
             os.kill(os.getpid(), signal.SIGKILL)
         where = what = gang["working_dir"] or str(directory)
         os.chdir(where)
-        reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
+        reason, what = ExitReason.COMMAND_NOT_FOUND, gang["command"][0]
         env = environment_of(directory, gang, due)
         os.execvpe(what, gang["command"], {**env, "PWD": where})
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            reason = RankEnd.CANNOT_RUN
+            reason = ExitReason.CANNOT_RUN
         text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
         os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
     finally:
-        os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
+        os._exit(126 if reason is ExitReason.CANNOT_RUN else 127)
 
 
 def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
@@ -102,40 +103,21 @@ def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str,
     }
 
 
-def start_record(attempt: Attempt) -> Record:
-    return {
-        "t": "start",
-        "rank": attempt.rank,
-        "attempt": attempt.attempt,
-        "restarts": attempt.restarts,
-        "pid": attempt.pid,
-        "born": attempt.born,
-        "at": attempt.started_at,
-        "up": attempt.up,
-    }
-
-
-def lost_record(attempt: Attempt, ended: dict[int, int], at: float) -> Record:
+def lost_record(attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:
     record = attempt_end(attempt, ended.get(attempt.pid), at)
     if record["code"] in (None, 128 + signal.SIGKILL):
-        record["reason"] = RankEnd.SUPERVISOR_LOST
+        record["reason"] = ExitReason.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 
 
-def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
-    """The journal record of how an attempt ended."""
-    return {
-        "t": "exit",
-        "rank": attempt.rank,
-        "attempt": attempt.attempt,
-        **exit_record(status, at),
-        "stopped": False,
-    }
+def attempt_end(attempt: AttemptFacts, status: int | None, at: float) -> dict[str, Any]:
+    """Return the record of how an attempt ended."""
+    return exit_record(attempt.rank, attempt.attempt, exit_fields(status, at))
 
 
-def end_key(attempt: Attempt) -> str:
-    return f"{attempt.pid}.{attempt.born}"
+def end_key(attempt: AttemptFacts) -> str:
+    return f"{attempt.pid}.{attempt.start_ticks}"
 
 
 def write_ends(directory: Path, ends: dict[str, float]) -> None:

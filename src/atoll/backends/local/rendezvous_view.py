@@ -40,7 +40,7 @@ def wanted_rendezvous(training: Training, host: str, before: dict[str, Any]) -> 
     return {**part, "etcd": find_etcd()}
 
 
-def seen_endpoint(training: Training, directory: Path) -> str:
+def observed_endpoint(training: Training, directory: Path) -> str:
     rendezvous = read_rendezvous(directory)
     if training.spec.rendezvous.backend == NO_BACKEND:
         return ""
@@ -49,7 +49,7 @@ def seen_endpoint(training: Training, directory: Path) -> str:
     return f"127.0.0.1:{rendezvous['ports'][0]}" if rendezvous.get("ports") else ""
 
 
-def seen_mesh(training: Training, directory: Path) -> MeshStatus | None:
+def observed_mesh(training: Training, directory: Path) -> MeshStatus | None:
     """The mesh is ready as soon as its keys are in etcd: all ranks share this host."""
     spec = training.spec
     if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):

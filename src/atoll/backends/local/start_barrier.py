@@ -9,7 +9,7 @@ from atoll.backends.local import processes
 from atoll.backends.local.rank_process import GO, Process
 
 
-class Muster:
+class StartBarrier:
     """Held-back ranks by (rank, attempt). A child runs once it reads a byte from the pipe."""
 
     def __init__(self) -> None:

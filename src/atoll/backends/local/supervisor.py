@@ -21,9 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from atoll.agent.process import SEARCHED_BYTES, failure_tail, own_word
+from atoll.agent.records import (
+    AttemptFacts,
+    Due,
+    desired_record,
+    due,
+    is_unwanted,
+    start_record,
+)
 from atoll.backends.local import cgroup, processes
 from atoll.backends.local.files import RESTORE, SOCKET, bound_socket, read_gang, write_gang
-from atoll.backends.local.journal import HEARTBEAT_S, Attempt, Due, JournalWriter, Record
+from atoll.backends.local.journal import HEARTBEAT_S, JournalWriter, Record
 from atoll.backends.local.liveness import BEAT, BEAT_S, GROWN
 from atoll.backends.local.rank_process import (
     Process,
@@ -33,11 +41,10 @@ from atoll.backends.local.rank_process import (
     error_file,
     lost_record,
     read_ends,
-    start_record,
 )
 from atoll.backends.local.rendezvous import Rendezvous
-from atoll.backends.local.shortage import FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORT, waiting_words
-from atoll.backends.local.start_barrier import Muster
+from atoll.backends.local.shortage import FIRST_PAUSE_S, MAX_PAUSE_S, SHORT, waiting_words
+from atoll.backends.local.start_barrier import StartBarrier
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
@@ -48,7 +55,7 @@ from atoll.backends.local.watchdog import (
     write_mark,
 )
 from atoll.core.lines import split_lines
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.retry import Retry
 from atoll.logs.segments import last_lines
 
@@ -81,9 +88,10 @@ class Supervisor:
         self._swept: set[int] = set()  # ranks that ended and may have left processes behind
         self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
         self._oom_kills = processes.oom_kills()
-        self._muster: Muster | None = None
+        self._barrier: StartBarrier | None = None
+        self._heeded: Record | None = None  # the desired state by which ranks were told to stop
         self._start_at = 0.0  # monotonic; not before, after a shortage
-        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._shortage = ""
         self._beat_at = 0.0  # monotonic
         self._signs_at = time.monotonic() + HEARTBEAT_S  # the next sign of life in the journal
@@ -108,7 +116,7 @@ class Supervisor:
         self._epoll.register(self._woken, select.EPOLLIN)
         self._failures, self._failures_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._socket_file = _socket_at(self._directory / SOCKET)
-        left = self._journal.state.alive()
+        left = self._journal.facts.running()
         if left or is_heir:
             ends = {a.rank: self._found_end_of(a) for a in left}
             bury(left, self._directory, self._directory.name)
@@ -164,8 +172,8 @@ class Supervisor:
         if self._rendezvous is not None and (later or self._by_pid):
             left = self._rendezvous.heal()
             later += [] if left is None else [left]
+        self._stop_unwanted(now)
         for process in list(self._by_pid.values()):
-            self._stop_unwanted(process, now)
             if process.kill_at is not None:
                 if now >= process.kill_at:
                     processes.kill_leader(process.attempt.pid, signal.SIGKILL)
@@ -187,28 +195,35 @@ class Supervisor:
         now = self._journal.now()
         ready: list[Due] = []
         later: list[float] = []
-        for due in self._journal.state.due(self._gang["max_restarts"]):
-            if due.rank in self._swept:
+        for each in due(self._journal.facts, self._gang["max_restarts"]):
+            left_s = 0.0 if each.after is None else each.after["at"] + each.delay_s - now
+            if each.rank in self._swept:
                 later.append(SWEEP_EVERY_S)  # its last attempt is still being cleared away
-            elif due.at <= now:
-                ready.append(due)
+            elif left_s <= 0:
+                ready.append(each)
             else:
-                later.append(due.at - now)
-        if self._muster is not None and not self._muster.held.keys() <= {d[:2] for d in ready}:
+                later.append(left_s)
+        if self._barrier is not None and not self._barrier.held.keys() <= {d[:2] for d in ready}:
             self._disband()
         if ready:
             later += self._start(ready)
         return later
 
-    def _stop_unwanted(self, process: Process, now: float) -> None:
-        last = self._journal.state.attempts[process.attempt.rank]
-        if process.is_stopping or not last.is_stopping:
+    def _stop_unwanted(self, now: float) -> None:
+        """Tell ranks to stop; only a new desired state can make a rank unwanted."""
+        desired = self._journal.facts.desired
+        if desired is None or desired is self._heeded:
             return
-        process.is_stopping = True
-        process.stop_asked_at = time.time()
-        process.kill_at = now + self._gang["stop_grace_s"]
-        processes.kill_leader(process.attempt.pid, signal.SIGTERM)
-        processes.kill_leader(process.attempt.pid, signal.SIGCONT)
+        self._heeded = desired
+        for process in self._by_pid.values():
+            attempt = process.attempt
+            if process.is_stopping or not is_unwanted(desired, attempt.rank, attempt.attempt):
+                continue
+            process.is_stopping = True
+            process.stop_asked_at = time.time()
+            process.kill_at = now + self._gang["stop_grace_s"]
+            processes.kill_leader(attempt.pid, signal.SIGTERM)
+            processes.kill_leader(attempt.pid, signal.SIGCONT)
 
     # Starting
 
@@ -224,21 +239,21 @@ class Supervisor:
             return [FIRST_PAUSE_S]
         until = time.monotonic() + SLICE_S
         try:
-            self._muster = self._muster or Muster()
-            for due in ready:
-                if (due.rank, due.attempt) in self._muster.held:
+            self._barrier = self._barrier or StartBarrier()
+            for each in ready:
+                if (each.rank, each.attempt) in self._barrier.held:
                     continue
                 if time.monotonic() > until:
                     return [0.0]
-                self._muster.hold(self._forked(due, self._muster))
-            started = list(self._muster.held.values())
-            self._journal.append([start_record(process.attempt) for process in started])
+                self._barrier.hold(self._forked(each, self._barrier))
+            started = list(self._barrier.held.values())
+            self._journal.append([p.attempt.start for p in started if p.attempt.start])
         except OSError as error:  # too many processes or files, or a full disk: nothing ran
             return [self._wait_for_room(len(ready), error)]
         for process in started:
             self._watch(process)
-        self._muster.release()
-        self._muster = None
+        self._barrier.release()
+        self._barrier = None
         self._pauses.has_worked()
         self._shortage = ""
         self._tell_clients()
@@ -246,16 +261,16 @@ class Supervisor:
 
     def _wait_for_room(self, wanted: int, error: OSError) -> float:
         self._disband()
-        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._start_at = time.monotonic() + seconds
         self._shortage = waiting_words(f"start {wanted} ranks", error.strerror)
         self._tell_shortage(self._clients.values())
         return seconds
 
     def _disband(self) -> None:
-        if self._muster is not None:
-            self._muster.disband()
-            self._muster = None
+        if self._barrier is not None:
+            self._barrier.disband()
+            self._barrier = None
 
     def _open_rendezvous(self) -> bool:
         if self._rendezvous is None:
@@ -268,15 +283,21 @@ class Supervisor:
         self._gang["env"] = {**env, **self._gang["env"]}
         return True
 
-    def _forked(self, due: Due, muster: Muster) -> Process:
+    def _forked(self, due: Due, barrier: StartBarrier) -> Process:
         """A child that waits to become the rank."""
         output, output_in = os.pipe2(os.O_CLOEXEC)
         try:
-            pid = self._fork(due, muster.files, output_in)
+            pid = self._fork(due, barrier.files, output_in)
             try:
-                born = processes.born(pid)
-                at, up = self._journal.now(), time.monotonic()
-                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, at, up=up)
+                start = start_record(
+                    due.rank,
+                    due.attempt,
+                    self._journal.now(),
+                    pid=pid,
+                    startTicks=processes.start_ticks(pid),
+                    up=time.monotonic(),
+                )
+                attempt = AttemptFacts(due.rank, due.attempt, None, start, None)
                 logs, log_bytes = self._directory / "logs", self._gang.get("log_bytes")
                 return Process(attempt, output, logs, log_bytes, self._journal.now)
             except OSError:
@@ -347,14 +368,14 @@ class Supervisor:
         is_stopped = process.is_stopping and word.get("failedAt", inf) >= process.stop_asked_at
         if is_stopped:
             record["stopped"] = True
-            record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
+            record["reason"] = ExitReason.STOPPED if record["code"] else record["reason"]
         elif process.is_frozen:
-            record["reason"] = RankEnd.FROZEN
+            record["reason"] = ExitReason.FROZEN
             record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
         elif failure is not None:
             record["reason"], record["message"] = failure
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
-            record["reason"] = RankEnd.OOM_KILLED
+            record["reason"] = ExitReason.OOM_KILLED
         self._oom_kills = processes.oom_kills()
         if record["code"] != 0 and not is_stopped:
             log = self._directory / "logs" / str(attempt.rank)
@@ -383,7 +404,7 @@ class Supervisor:
         self._swept = left
 
     def _reap_orphans(self) -> None:
-        held = {p.attempt.pid for p in self._muster.held.values()} if self._muster else set()
+        held = {p.attempt.pid for p in self._barrier.held.values()} if self._barrier else set()
         for pid in processes.children(self._pid):
             if pid not in self._by_pid and pid not in held:
                 with contextlib.suppress(ChildProcessError):
@@ -395,8 +416,8 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
                 process = self._by_pid.get(child.si_pid)
-                if process is None and self._muster is not None:
-                    process = self._muster.of(child.si_pid)
+                if process is None and self._barrier is not None:
+                    process = self._barrier.of(child.si_pid)
                 if process is not None:
                     is_stopped = child.si_code == os.CLD_STOPPED
                     process.frozen_since = time.monotonic() if is_stopped else None
@@ -422,22 +443,23 @@ class Supervisor:
 
         One that is lost or damaged is written again as it was, and so is one of an older time.
         """
-        gang, state = read_gang(self._directory), self._journal.state
-        if not gang or gang["version"] < max(self._desired.get("version", 0), state.version):
+        gang, facts = read_gang(self._directory), self._journal.facts
+        if not gang or gang["version"] < max(self._desired.get("version", 0), facts.version):
             if self._desired:
                 with contextlib.suppress(OSError):  # a full disk: the next message tries again
                     write_gang(self._directory, self._desired)
             return bool(self._desired)
         self._desired, self._gang = gang, dict(gang)
-        if gang["version"] == state.version and self._journal.is_of_this_boot():
+        if gang["version"] == facts.version and self._journal.is_of_this_boot():
             return True
-        record = {
-            "t": "applied",
-            "version": gang["version"],
-            "size": gang["size"],
-            "discarded": gang["discarded"],
+        record = desired_record(
+            gang["version"],
+            gang["size"],
+            gang["discarded"],
+            facts.desired,
+            facts.newest(),
             **self._journal.stamp(),
-        }
+        )
         append_persistently(self._journal, [record])
         self._tell_clients()
         return True
@@ -521,22 +543,25 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 client.send(data)
 
-    def _found_end_of(self, attempt: Attempt) -> float:
+    def _found_end_of(self, attempt: AttemptFacts) -> float:
         """When a rank without a supervisor ended: at its last sign of life if the machine was off,
         and at most one sign later if it was not."""
-        if processes.is_running(attempt.pid, attempt.born) and self._journal.is_of_this_boot():
+        if (
+            processes.is_running(attempt.pid, attempt.start_ticks)
+            and self._journal.is_of_this_boot()
+        ):
             return self._journal.now()
         latest = self._journal.last_alive_at()
         if self._journal.is_of_this_boot():
             latest = min(self._end_of(attempt), latest + HEARTBEAT_S)
-        return max(latest, attempt.started_at)
+        return max(latest, attempt.started_at or 0.0)
 
-    def _end_of(self, attempt: Attempt) -> float:
+    def _end_of(self, attempt: AttemptFacts) -> float:
         """When a rank that has just been found dead ended, as well as that can be known."""
         now = self._journal.now()
         seen_up = read_ends(self._directory).get(end_key(attempt))
         late_s = 0.0 if seen_up is None else max(time.monotonic() - seen_up, 0.0)
-        return max(now - late_s, attempt.started_at)
+        return max(now - late_s, attempt.started_at or 0.0)
 
 
 def _socket_at(path: Path) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import atoll
+from atoll.agent.records import AttemptFacts, Facts, due
 from atoll.backends.local import cgroup, processes
 from atoll.backends.local.files import (
     GANG,
@@ -28,9 +29,7 @@ from atoll.backends.local.files import (
     write_gang,
 )
 from atoll.backends.local.journal import (
-    Attempt,
     Cursor,
-    GangState,
     JournalDamaged,
     JournalReader,
     clear_way,
@@ -49,11 +48,12 @@ from atoll.backends.local.liveness import (
 from atoll.backends.local.rank_process import end_key, write_ends
 from atoll.backends.local.shortage import (
     FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
+    MAX_PAUSE_S,
     SHORT,
     tells_of_shortage,
     waiting_words,
 )
+from atoll.backends.records import RankMemory
 from atoll.core.errors import BackendError, Permanent, Temporary
 from atoll.core.retry import Retry
 from atoll.files.ownership import make_private, private
@@ -86,6 +86,7 @@ class Supervision:
         self.turn = asyncio.Lock()
         self.host = socket.gethostname()
         self._notify = notify
+        self.memory = RankMemory()
         self._journal = JournalReader(directory / "journal")
         self._line: socket.socket | None = None
         self._news = asyncio.Event()
@@ -100,20 +101,20 @@ class Supervision:
         self._log_at = 0  # size of the shims' log at that time
         self._is_weighed = True  # whether the end of the last shim has been counted
         self._fruitless = 0  # shims in a row that died without writing anything
-        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._again_at = 0.0  # monotonic; no shim is started before
         self.shortage = ""  # what the ranks wait for, of this machine, in one line
 
     @property
-    def state(self) -> GangState:
+    def facts(self) -> Facts:
         """What the journal says; what it last said, if it is damaged by now."""
         with contextlib.suppress(JournalDamaged):
             self._journal.refresh()
-        return self._journal.state
+        return self._journal.facts
 
-    def living(self) -> list[Attempt]:
+    def running(self) -> list[AttemptFacts]:
         """The attempts that run as far as the journal has been read. Threads may have them."""
-        return self._journal.state.alive()
+        return self._journal.facts.running()
 
     def is_asked(self) -> bool:
         """Whether there is anything to go by: a wish, or the record of one."""
@@ -131,7 +132,7 @@ class Supervision:
             return str(error)
         if not self.gang():
             return f"{self.directory / GANG} is lost or damaged"
-        return "" if self._journal.state.version else f"{self.directory} has no journal any more"
+        return "" if self._journal.facts.version else f"{self.directory} has no journal any more"
 
     def restore(self) -> bool:
         """Asks the supervisor to write its files again. False if none lives."""
@@ -203,9 +204,9 @@ class Supervision:
             self._journal = JournalReader(self.directory / "journal")
             if is_salvageable(self.directory / "journal"):
                 return True
-        state = self.state
+        facts = self.facts
         is_marked = (self.directory / "keeper").exists()
-        return bool(state.alive()) or (is_marked and state.version > 0)
+        return bool(facts.running()) or (is_marked and facts.version > 0)
 
     async def clear(self, *, has_run: bool = True) -> None:
         """Ends all processes of the gang and removes its files, but for logs and data of ranks.
@@ -258,9 +259,9 @@ class Supervision:
 
     def _is_accepted(self, gang: dict[str, Any]) -> bool:
         """Whether a shim has journalled the wish, and runs if anything is left to start."""
-        state = self.state
-        is_idle = not any(state.due(gang["max_restarts"]))
-        return state.version == gang["version"] and (is_idle or self._connected())
+        facts = self.facts
+        is_idle = not any(due(facts, gang["max_restarts"]))
+        return facts.version == gang["version"] and (is_idle or self._connected())
 
     def _connected(self) -> bool:
         if self._line is not None:
@@ -332,8 +333,8 @@ class Supervision:
                 send(life, number)
 
     def _note_ends(self) -> None:
-        for attempt in self.state.alive():
-            if not processes.is_running(attempt.pid, attempt.born):
+        for attempt in self.facts.running():
+            if not processes.is_running(attempt.pid, attempt.start_ticks):
                 self._ends.setdefault(end_key(attempt), time.monotonic())
 
     def _say(self) -> None:
@@ -449,7 +450,7 @@ class Supervision:
         return self._journal.cursor
 
     def _pause(self, why: str) -> float:
-        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._again_at = time.monotonic() + seconds
         self.shortage = waiting_words("start the supervisor", why)
         self._look_again(seconds)

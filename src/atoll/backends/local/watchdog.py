@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from atoll.agent.records import AttemptFacts
 from atoll.backends.local import cgroup, processes
-from atoll.backends.local.journal import Attempt, JournalWriter, Record, clear_way
+from atoll.backends.local.journal import JournalWriter, Record, clear_way
 from atoll.backends.local.rank_process import lost_record
 
 FROZEN_AFTER_S = 3.0
@@ -106,7 +107,7 @@ def _step_below_guard(directory: Path) -> int:
 
 
 def _own_mark(pid: int) -> str:
-    return f"{pid}.{processes.born(pid)}."
+    return f"{pid}.{processes.start_ticks(pid)}."
 
 
 def mark_of(directory: Path) -> Path:
@@ -123,7 +124,7 @@ def _leave_mark(mark: Path) -> bool:
 
 
 def keeper_words(pid: int) -> str:
-    return f"{pid} {processes.born(pid)}"
+    return f"{pid} {processes.start_ticks(pid)}"
 
 
 def write_mark(mark: Path, words: str) -> None:
@@ -140,7 +141,7 @@ def keep(directory: Path, supervisor: int) -> None:
     ended = kill_descendants()
     journal = JournalWriter(directory / "journal")
     now = journal.now()
-    records = [lost_record(attempt, ended, now) for attempt in journal.state.alive()]
+    records = [lost_record(attempt, ended, now) for attempt in journal.facts.running()]
     append_persistently(journal, records)
     mark_of(directory).unlink(missing_ok=True)
 
@@ -181,11 +182,11 @@ def kill_descendants() -> dict[int, int]:
         ended[pid] = status
 
 
-def bury(left: Sequence[Attempt], directory: Path, uid: str) -> None:
+def bury(left: Sequence[AttemptFacts], directory: Path, uid: str) -> None:
     """Kills ranks without a supervisor and all they started; returns when all of it is gone."""
     while True:
         marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
-        alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
+        alive = {a.pid for a in left if processes.is_running(a.pid, a.start_ticks)}
         for pid in marked | cgroup.members(directory):
             processes.kill(pid)
         for pid in alive:

@@ -19,20 +19,20 @@ from modal._utils.async_utils import synchronizer
 from atoll.backends.modal.options import ModalOptions
 from atoll.backends.modal.render import SandboxRequest
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 
 T = TypeVar("T")
 
 # Of the service's words on an end, those that name a cause. The code is invented for TERMINATED
 # (137) and TIMEOUT (124).
 ENDS = {
-    "GENERIC_STATUS_KERNEL_OOM_KILL": RankEnd.OOM_KILLED,
-    "GENERIC_STATUS_MEMORY_MANAGER_EVICTION": RankEnd.OOM_KILLED,
-    "GENERIC_STATUS_MEMORY_THRASHING_EVICTION": RankEnd.OOM_KILLED,
-    "GENERIC_STATUS_INTERNAL_FAILURE": RankEnd.HOST_LOST,
-    "GENERIC_STATUS_INIT_FAILURE": RankEnd.CANNOT_RUN,
-    "GENERIC_STATUS_TERMINATED": RankEnd.DELETED,
-    "GENERIC_STATUS_TIMEOUT": RankEnd.TIME_LIMIT,
+    "GENERIC_STATUS_KERNEL_OOM_KILL": ExitReason.OOM_KILLED,
+    "GENERIC_STATUS_MEMORY_MANAGER_EVICTION": ExitReason.OOM_KILLED,
+    "GENERIC_STATUS_MEMORY_THRASHING_EVICTION": ExitReason.OOM_KILLED,
+    "GENERIC_STATUS_INTERNAL_FAILURE": ExitReason.HOST_LOST,
+    "GENERIC_STATUS_INIT_FAILURE": ExitReason.CANNOT_RUN,
+    "GENERIC_STATUS_TERMINATED": ExitReason.DELETED,
+    "GENERIC_STATUS_TIMEOUT": ExitReason.TIME_LIMIT,
 }
 TERMINATED, TIMEOUT = "GENERIC_STATUS_TERMINATED", "GENERIC_STATUS_TIMEOUT"
 INVENTED = {TERMINATED, TIMEOUT}

@@ -24,12 +24,11 @@ from atoll.backends.modal.render import (
     sandbox_name,
     tags_of,
 )
-from atoll.backends.observe import BackendJob, may_be_named
 from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, has_open_cause
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.logs.bucket import ObjectLogs
@@ -44,7 +43,7 @@ class _Gang:
 
     def __init__(self) -> None:
         self.keys: dict[str, AttemptKey] = {}  # by the id of the sandbox
-        self.ends: dict[AttemptKey, BackendJob] = {}
+        self.ends: dict[AttemptKey, JobState] = {}
         self.asked: dict[AttemptKey, asyncio.Task[None]] = {}
         self.refusal: Permanent | None = None
         self.trouble = ""
@@ -76,7 +75,7 @@ class ModalBackend(StoreBackend):
         self._questions = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> ModalBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> ModalBackend:
         """Built from `[executors.NAME]`. Raises Permanent without credentials."""
         backend = cls(options_of(ModalOptions, options))
         check_credentials()
@@ -84,7 +83,7 @@ class ModalBackend(StoreBackend):
         return backend
 
     @classmethod
-    def preview(cls, options: ModalOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: ModalOptions, home: PlaneContext, training: Training) -> str:
         """The sandboxes of the first attempts, as JSON. Modal is not asked."""
         options.check(training.spec)
         records = prefix_of(training, options, "records")
@@ -119,20 +118,20 @@ class ModalBackend(StoreBackend):
             await asyncio.wait(tasks, timeout=REFUSAL_S)
         self._raise_refusal(gang)
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         gang = self._gang(training)
         running = await self.sandboxes.running(tags_of(training.uid), gang.lives)
         await asyncio.gather(
             *(self._learn(gang, each) for each in running if each not in gang.keys)
         )
         jobs = {
-            gang.keys[each]: BackendJob("running", words="Modal has not started it yet")
+            gang.keys[each]: JobState("running", message="Modal has not started it yet")
             for each in running
             if each in gang.keys
         }
         words = gang.trouble or "Modal is asked for it, and waits for room"
         for key in gang.asked:
-            jobs.setdefault(key, BackendJob("pending", words=words))
+            jobs.setdefault(key, JobState("pending", message=words))
         known = {*gang.keys.values(), *self._claims(training)}
         gone = sorted(key for key in known if key not in jobs)
         ends = await asyncio.gather(*(self._end(training, gang, key) for key in gone))
@@ -166,20 +165,20 @@ class ModalBackend(StoreBackend):
 
     # Logs
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await self._logs_of(training, ranks).places(tail)
+        return await self._logs_of(training, ranks).offsets(tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return self._logs_of(training, ranks).lines(places, follow)
+        return self._logs_of(training, ranks).lines(offsets, follow)
 
     def _logs_of(self, training: Training, ranks: Sequence[int] | None) -> ObjectLogs:
         prefix = self.prefix(training, "logs")
@@ -224,15 +223,15 @@ class ModalBackend(StoreBackend):
         reader = self._readers.get(training.uid)
         return set() if reader is None else reader.claims()
 
-    async def _end(self, training: Training, gang: _Gang, key: AttemptKey) -> BackendJob:
+    async def _end(self, training: Training, gang: _Gang, key: AttemptKey) -> JobState:
         """How a sandbox ended that is in no list. Where its rank's record says all, nobody is
         asked."""
         if key in gang.ends:
             return gang.ends[key]
         reader = self._readers.get(training.uid)
         record = None if reader is None else reader.exit_of(key)
-        if record is not None and not may_be_named(record):
-            job = BackendJob("ended")
+        if record is not None and not has_open_cause(record):
+            job = JobState("ended")
         else:
             ids = gang.ids_of([key])
             async with self._questions:
@@ -242,10 +241,10 @@ class ModalBackend(StoreBackend):
                     name = sandbox_name(training.uid, *key)
                     end = await self.sandboxes.end_by_name(name)
             if end is None:
-                return BackendJob("running")  # the listing was late
+                return JobState("running")  # the listing was late
             is_claimed = key in self._claims(training)
             words = end.words if is_claimed else f"{end.words}: {UNSAID}"
-            job = BackendJob("ended", reason=end.reason, words=words)
+            job = JobState("ended", reason=end.reason, message=words)
         gang.ends[key] = job
         return job
 

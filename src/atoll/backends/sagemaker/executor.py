@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from atoll.agent.records import BY_EXECUTOR
 from atoll.backends.bucket_backend import StoreBackend
-from atoll.backends.observe import BY_BACKEND, BackendJob, may_be_named
 from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, has_open_cause
 from atoll.backends.sagemaker.client import NameTaken, TrainingJobs, connect
 from atoll.backends.sagemaker.logs import RankLogs
 from atoll.backends.sagemaker.model import check_request
@@ -30,7 +30,7 @@ from atoll.backends.sagemaker.render import (
     stem_of,
 )
 from atoll.core.config import options_of
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 
@@ -71,14 +71,14 @@ class SageMakerBackend(StoreBackend):
         self._turns_to_start = asyncio.Semaphore(options.starts)
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> SageMakerBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SageMakerBackend:
         """Built from `[executors.NAME]`. Raises Permanent without credentials or a region."""
         backend = cls(options_of(SageMakerOptions, options))
         backend.name = name
         return backend
 
     @classmethod
-    def preview(cls, options: SageMakerOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: SageMakerOptions, home: PlaneContext, training: Training) -> str:
         """The CreateTrainingJob of each rank, as JSON. AWS is not asked."""
         region = options.region or ""
         check_spec(training.spec, options, region)
@@ -117,7 +117,7 @@ class SageMakerBackend(StoreBackend):
         gang.wanting.pop(key, None)
         gang.starts[key] = number
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         gang = self._gang(training)
         since = training.created_at - SKEW_S
         newest: dict[AttemptKey, Json] = {}
@@ -133,29 +133,29 @@ class SageMakerBackend(StoreBackend):
 
     async def _job(
         self, training: Training, gang: _Gang, key: AttemptKey, summary: Json
-    ) -> BackendJob | None:
+    ) -> JobState | None:
         """What is to be believed of a job; None for one that is to be asked for again."""
         job = read_summary(summary)
         reader = self._readers.get(training.uid)
         record = None if reader is None else reader.exit_of(key)
-        is_told = record is not None and record.get("by") != BY_BACKEND
-        if record is not None and is_told and not may_be_named(record) and not job.is_again:
-            return BackendJob("ended")  # by its wrapper; SageMaker may take minutes to see it
+        is_told = record is not None and record.get("by") != BY_EXECUTOR
+        if record is not None and is_told and not has_open_cause(record) and not job.is_repeated:
+            return JobState("ended")  # by its wrapper; SageMaker may take minutes to see it
         if job.is_active:
             return job
         name = summary["TrainingJobName"]
         if name not in gang.ends:
             gang.ends[name] = await self.jobs.describe(name)
         end = gang.ends[name]
-        is_claimed = reader is not None and key in reader.claims()
+        is_claimed = reader is not None and reader.is_claimed(key)
         if not is_claimed and lacks_capacity(end):
             since = gang.wanting.setdefault(key, time.monotonic())
             if time.monotonic() >= since + self.options.capacity_pause_s:
                 return None
             words = f"SageMaker has no capacity, and is asked again: {end.get('FailureReason', '')}"
-            return BackendJob("pending", words=words)
+            return JobState("pending", message=words)
         job = read_end(end)
-        return job if is_claimed else job._replace(words=f"{job.words}: {UNSAID}")
+        return job if is_claimed else job._replace(message=f"{job.message}: {UNSAID}")
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
         gang = self._gang(training)
@@ -188,20 +188,20 @@ class SageMakerBackend(StoreBackend):
 
     # Logs
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await self._logs_of(training).places(tail, ranks)
+        return await self._logs_of(training).offsets(tail, ranks)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return self._logs_of(training).lines(places, ranks, follow)
+        return self._logs_of(training).lines(offsets, ranks, follow)
 
     def _logs_of(self, training: Training) -> RankLogs:
         return RankLogs(self.jobs, lambda: self._names(training))

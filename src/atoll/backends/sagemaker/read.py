@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from atoll.backends.observe import BackendJob
-from atoll.core.reasons import RankEnd
+from atoll.backends.records import JobState
+from atoll.core.reasons import ExitReason
 
 Json = dict[str, Any]
 
@@ -27,52 +27,52 @@ AGAIN = ("Interrupted", "Restarting")  # SageMaker will start it a second time
 ENDED = ("Completed", "Failed", "Stopped", "Deleting")
 # Why SageMaker ended a job, by its secondary status.
 REASONS = {
-    "MaxRuntimeExceeded": RankEnd.TIME_LIMIT,
-    "MaxWaitTimeExceeded": RankEnd.TIME_LIMIT,
-    "Interrupted": RankEnd.PREEMPTED,
+    "MaxRuntimeExceeded": ExitReason.TIME_LIMIT,
+    "MaxWaitTimeExceeded": ExitReason.TIME_LIMIT,
+    "Interrupted": ExitReason.PREEMPTED,
 }
 NO_CAPACITY = ("CapacityError", "ResourceLimitExceeded")
 
 
-def read_summary(summary: Json) -> BackendJob:
+def read_summary(summary: Json) -> JobState:
     """From a list, in which nobody says why a job ended."""
     status, second = summary["TrainingJobStatus"], summary.get("SecondaryStatus", "")
     if status in ENDED:
-        return BackendJob("ended", reason=REASONS.get(second, ""), words=f"SageMaker: {second}")
+        return JobState("ended", reason=REASONS.get(second, ""), message=f"SageMaker: {second}")
     if second == "Uploading":  # its container has ended
-        return BackendJob("ended")
+        return JobState("ended")
     if status == "Stopping":  # it still runs
-        return BackendJob("running", reason=RankEnd.DELETED, words="SageMaker is stopping it")
+        return JobState("running", reason=ExitReason.DELETED, message="SageMaker is stopping it")
     if second in AGAIN:
-        words = f"SageMaker: {second}, and will be started again"
-        return BackendJob("running", reason=RankEnd.PREEMPTED, words=words, is_again=True)
+        text = f"SageMaker: {second}, and will be started again"
+        return JobState("running", reason=ExitReason.PREEMPTED, message=text, is_repeated=True)
     if second in BEFORE:
-        return BackendJob("pending", words=BEFORE[second])
-    return BackendJob("running")
+        return JobState("pending", message=BEFORE[second])
+    return JobState("running")
 
 
-def read_end(job: Json) -> BackendJob:
+def read_end(job: Json) -> JobState:
     """Of a job that has ended, with its reason."""
     second, text = job.get("SecondaryStatus", ""), " ".join(job.get("FailureReason", "").split())
     passed = [each.get("Status") for each in job.get("SecondaryStatusTransitions") or ()]
-    words = f"SageMaker: {text or second}"[:600]
-    return BackendJob(
-        "ended", reason=_reason(job["TrainingJobStatus"], second, text, passed), words=words
+    message = f"SageMaker: {text or second}"[:600]
+    return JobState(
+        "ended", reason=_reason(job["TrainingJobStatus"], second, text, passed), message=message
     )
 
 
 def _reason(status: str, second: str, text: str, passed: list[Any]) -> str:
     if "Interrupted" in passed:
-        return RankEnd.PREEMPTED
+        return ExitReason.PREEMPTED
     if second in REASONS:
         return REASONS[second]
     if status == "Stopped":
-        return RankEnd.DELETED
+        return ExitReason.DELETED
     if "more memory" in text:
-        return RankEnd.OOM_KILLED
+        return ExitReason.OOM_KILLED
     if text.startswith("InternalServerError"):
-        return RankEnd.HOST_LOST
-    return RankEnd.REJECTED if text.startswith("ClientError") else ""
+        return ExitReason.HOST_LOST
+    return ExitReason.REJECTED if text.startswith("ClientError") else ""
 
 
 def lacks_capacity(job: Json) -> bool:

@@ -21,9 +21,8 @@ from atoll.agent.bundle import FILE, wrapper_file
 from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.wrapper import Folder, code_root
 from atoll.backends.launch import RankPlace
-from atoll.backends.observe import BackendJob, Pace
 from atoll.backends.recorded import Json, RecordedBackend
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, Timing
 from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
 from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
 from atoll.backends.slurm.render import (
@@ -38,11 +37,11 @@ from atoll.backends.slurm.render import (
 )
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.files.ownership import check_directory, make_private, private
-from atoll.logs.files import read_lines, tail_places
+from atoll.logs.files import read_lines, tail_offsets
 
 COMMANDS = ("sbatch", "squeue", "scancel")
 # What sbatch says of requests that it will refuse at any time; everything else may pass.
@@ -87,7 +86,7 @@ class SlurmBackend(RecordedBackend):
         self.options = options
         self.python = options.python or sys.executable
         self._conf = os.path.expanduser(options.conf or os.environ.get("SLURM_CONF", ""))
-        self.pace = Pace(silent_s=options.silent_s)
+        self.timing = Timing(heartbeat_timeout_s=options.heartbeat_timeout_s)
         self.questions = 0  # asked of slurmctld so far
         self._queue: tuple[float, list[QueuedTask]] | None = None
         self._asking = asyncio.Lock()
@@ -95,7 +94,7 @@ class SlurmBackend(RecordedBackend):
         self._has_asked_limits = False
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> SlurmBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SlurmBackend:
         """Built from `[executors.NAME]`. Raises Permanent where Slurm's commands are missing."""
         executor = cls(home.state_dir / "slurm", options_of(SlurmOptions, options))
         check_installed()
@@ -103,7 +102,7 @@ class SlurmBackend(RecordedBackend):
         return executor
 
     @classmethod
-    def preview(cls, options: SlurmOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: SlurmOptions, home: PlaneContext, training: Training) -> str:
         """What the first submit of this training would send. Slurm is not asked, nor needed."""
         executor = cls(home.state_dir / "slurm", options)
         executor.check(training.spec)
@@ -117,7 +116,7 @@ class SlurmBackend(RecordedBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
-    async def try_out(self, spec: TrainingSpec) -> None:
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
         await asyncio.to_thread(self._try_folder)
@@ -156,7 +155,7 @@ class SlurmBackend(RecordedBackend):
             if status:
                 raise _refusal(trouble)
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         return best_of([t for t in await self._ask_queue() if t.uid == training.uid])
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
@@ -253,20 +252,20 @@ class SlurmBackend(RecordedBackend):
     def log_folder(self, training: Training) -> Path:
         return self.folder_of(training) / LOGS
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self.log_folder(training), ranks, tail)
+        return tail_offsets(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     # Slurm's commands
 
@@ -281,7 +280,7 @@ class SlurmBackend(RecordedBackend):
             tasks = read_queue(*await self._run("squeue", "--json", "--states=all"))
             # A long queue is asked for less often: at most a fifth of the time.
             took_s = time.monotonic() - desired_at
-            self.pace = self.pace._replace(look_s=max(0.5, 4 * took_s))
+            self.timing = self.timing._replace(observe_s=max(0.5, 4 * took_s))
             self._queue = (desired_at, tasks)
             return tasks
 

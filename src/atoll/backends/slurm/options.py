@@ -74,7 +74,8 @@ class SlurmOptions(SpecModel, frozen=True):
     python: str | None = None  # on the hosts, for the wrapper and for sources; unset: this one
     conf: str | None = None  # SLURM_CONF; unset: as in the environment
     array_size: Annotated[int, Meta(ge=1, le=4_000_000)] = 1000  # at most MaxArraySize
-    silent_s: Annotated[float, Meta(ge=2, le=3600)] = 20.0  # a silent wrapper is lost after this
+    # A wrapper without a heartbeat for this long is lost: NFS may hide heartbeats for seconds.
+    heartbeat_timeout_s: Annotated[float, Meta(ge=2, le=3600)] = 20.0
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from atoll.backends.observe import BackendJob
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState
 from atoll.backends.slurm.render import read_job_name
 from atoll.core.errors import Temporary
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 
 Json = dict[str, Any]
 
@@ -31,14 +30,14 @@ PAUSED = frozenset({"SUSPENDED", "STOPPED"})
 REQUEUED = frozenset({"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
 # What Slurm did to a job, by its name for it. Everything else that ended, ended by itself.
 CAUSES = {
-    "NODE_FAIL": RankEnd.HOST_LOST,
-    "BOOT_FAIL": RankEnd.HOST_LOST,
-    "OUT_OF_MEMORY": RankEnd.OOM_KILLED,
-    "PREEMPTED": RankEnd.PREEMPTED,
-    "TIMEOUT": RankEnd.TIME_LIMIT,
-    "DEADLINE": RankEnd.TIME_LIMIT,
-    "CANCELLED": RankEnd.DELETED,
-    "REVOKED": RankEnd.DELETED,
+    "NODE_FAIL": ExitReason.HOST_LOST,
+    "BOOT_FAIL": ExitReason.HOST_LOST,
+    "OUT_OF_MEMORY": ExitReason.OOM_KILLED,
+    "PREEMPTED": ExitReason.PREEMPTED,
+    "TIMEOUT": ExitReason.TIME_LIMIT,
+    "DEADLINE": ExitReason.TIME_LIMIT,
+    "CANCELLED": ExitReason.DELETED,
+    "REVOKED": ExitReason.DELETED,
 }
 NO_REASON = ("", "None")
 
@@ -51,7 +50,7 @@ class QueuedTask(NamedTuple):
     array: int
     task: int
     name: str
-    job: BackendJob
+    job: JobState
 
 
 def read_queue(status: int, out: str, trouble: str) -> list[QueuedTask]:
@@ -115,27 +114,27 @@ def expand(text: str) -> list[int]:
     return tasks
 
 
-def job_of(job: Json) -> BackendJob:
+def job_of(job: Json) -> JobState:
     states = states_of(job)
-    is_again = bool(number(job.get("restart_cnt"))) or any(s in REQUEUED for s in states)
+    is_repeated = bool(number(job.get("restart_cnt"))) or any(s in REQUEUED for s in states)
     reason = str(job.get("state_reason") or "")
     words = f"Slurm: {' '.join(states)}" + (f" ({reason})" if reason not in NO_REASON else "")
     host = str(job.get("nodes") or "") or None
     if any(state in RUNNING for state in states):
         is_paused = any(state in PAUSED for state in states)
-        return BackendJob("running", "", words, host, is_paused=is_paused, is_again=is_again)
+        return JobState("running", "", words, host, is_paused=is_paused, is_repeated=is_repeated)
     if any(state in PENDING for state in states):
         waits = f"in the queue of {job.get('partition') or 'Slurm'}"
         words = f"{waits}: {reason}" if reason not in NO_REASON else waits
-        return BackendJob("pending", "", words, None, is_again=is_again)
+        return JobState("pending", "", words, None, is_repeated=is_repeated)
     cause = next((CAUSES[state].value for state in states if state in CAUSES), "")
     status = exit_status(job.get("exit_code"))
     if status:
         words += f", {status}"
     # A host that could not launch it has it cancelled, as one does that knows another job of the
     # same id. Somebody else's scancel of a job that waits finds it without a host.
-    is_given_up = "CANCELLED" in states and host is not None
-    return BackendJob("ended", cause, words, host, is_again=is_again, is_given_up=is_given_up)
+    is_withdrawn = "CANCELLED" in states and host is not None
+    return JobState("ended", cause, words, host, is_repeated=is_repeated, is_withdrawn=is_withdrawn)
 
 
 def exit_status(value: Any) -> str:
@@ -158,9 +157,9 @@ def exit_status(value: Any) -> str:
     return f"error {raw} of Slurm"
 
 
-def best_of(tasks: list[QueuedTask]) -> dict[AttemptKey, BackendJob]:
+def best_of(tasks: list[QueuedTask]) -> dict[AttemptKey, JobState]:
     """One word for each attempt: an attempt may have been submitted twice."""
-    jobs: dict[AttemptKey, BackendJob] = {}
+    jobs: dict[AttemptKey, JobState] = {}
     for task in tasks:
         before = jobs.get(task.key)
         if before is None or _weight(task.job) > _weight(before):
@@ -168,6 +167,6 @@ def best_of(tasks: list[QueuedTask]) -> dict[AttemptKey, BackendJob]:
     return jobs
 
 
-def _weight(job: BackendJob) -> tuple[bool, bool, bool, bool]:
+def _weight(job: JobState) -> tuple[bool, bool, bool, bool]:
     """What was given up says nothing once the attempt was submitted again."""
-    return job.is_active, job.state == "running", not job.is_given_up, bool(job.reason)
+    return job.is_active, job.state == "running", not job.is_withdrawn, bool(job.reason)

@@ -32,11 +32,17 @@ class Pace:
     """
 
     def __init__(
-        self, timeout_s: float, *, grace_s: float | None = None, is_folder: bool = False
+        self,
+        timeout_s: float,
+        *,
+        grace_s: float | None = None,
+        is_folder: bool = False,
+        max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
         self._longest_s = timeout_s / 2
         self._fixed_s = grace_s
         self._is_folder = is_folder
+        self._max_pause_s = max_pause_s
         self._spreads: deque[float] = deque(maxlen=SPREADS)
         self._makes: deque[float] = deque(maxlen=SPREADS)
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WAITS))
@@ -57,7 +63,7 @@ class Pace:
     def pause_s(self, waited_s: float) -> float:
         """How long to wait until the next look."""
         low, high = FOLDER_PAUSE_S if self._is_folder else (MIN_PAUSE_S, MAX_PAUSE_S)
-        return min(max(0.15 * waited_s, low), high)
+        return min(max(0.15 * waited_s, low), high, self._max_pause_s)
 
     def note_wait(self, what: str, waited_s: float, looks: int) -> None:
         """A wait ended after so many looks.

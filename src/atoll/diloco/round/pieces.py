@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import NotFound, ValidationError
+from atoll.core.model import json_decoder
 from atoll.diloco.allreduce.codecs import get_codec
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round.cells import Buffer, CellReader, Damaged
@@ -86,7 +86,7 @@ def save_piece(
     head = _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
     encoded = [encode(block) for block in _blocks(header)]
     table = wire.pack_table(wire.place_of(key), encoded)
-    store.put(key, [head, table, *encoded], is_durable=True)
+    store.put(key, [head, table, *encoded], is_durable=bool(encoded))
 
 
 def load_pieces(

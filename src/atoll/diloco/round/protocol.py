@@ -200,9 +200,11 @@ class RoundMachine:
         if (yield List("manifest/")):
             raise Stuck("checkpoint/", "has no object, but rounds were committed: restore it")
         if self.config.rank:
-            yield from self._sleep(START_S)
-            if (yield from gc.list_checkpoints()):
-                return "the first checkpoint"
+            started = yield from self._sleep(0)
+            while self._now - started < START_S:
+                yield from self._sleep(self.pace.pause_s(self._now - started))
+                if (yield from gc.list_checkpoints()):
+                    return "the first checkpoint"
         self.round, self.chain = 0, objects.ZERO
         yield from self._save()
         return "the first checkpoint"
@@ -324,7 +326,7 @@ class RoundMachine:
 
     def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
         config, last = self.config, self.last
-        members = {each.rank for each in last.present} if last else set()
+        members = {each.rank for each in last.present} if last else {*range(config.world)}
         expected = {rank for rank in members | look.late if rank < config.world} | {config.rank}
         grace_s = self.pace.straggler_grace_s
         return decide.decide_manifest(

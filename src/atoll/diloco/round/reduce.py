@@ -66,13 +66,41 @@ class Fragment:
 
     def __init__(self, share: Share, outer: OuterStep) -> None:
         self.share, self.outer = share, outer
-        self.row: Vector = np.zeros(share.size, np.float32)
+        self._row: Vector = np.empty(share.size, np.float32)
+        self._is_clear = True  # nothing is owed: the row counts as zeros, whatever it holds
         self.uploads: set[str] = set()  # the keys that hold the row as it is
         self.sent: dict[int, Buffer] = {}  # by cell, as uploaded; empty where that is the row
         self.overwritten: set[str] = set()  # means that lie in the row, in place of what was sent
 
+    @property
+    def row(self) -> Vector:
+        """The pseudo-gradient, and what earlier rounds left out."""
+        if self._is_clear:
+            self._row.fill(0)
+            self._is_clear = False
+        return self._row
+
+    def clear(self) -> None:
+        """Nothing is owed any more."""
+        self._is_clear = True
+        self.forget_upload()
+
+    def bring(self, write: Callable[[Vector], None]) -> None:
+        """Add what `write` writes into a whole row, before its upload."""
+        self.forget_upload()
+        if self._is_clear:
+            write(self._row)
+            self._is_clear = False
+        else:
+            values = np.empty_like(self._row)
+            write(values)
+            add_to_row(self._row, values)
+
     def add(self, start: int, values: Vector) -> None:
         """Add values to the row from `start` on, before its upload."""
+        if self._is_clear and values.size == self._row.size:
+            self.bring(lambda row: np.copyto(row, values))
+            return
         self.forget_upload()
         add_to_row(self.row[start : start + values.size], values)
 
@@ -158,14 +186,16 @@ class ReplicaValues:
 
     def drop(self) -> None:
         for fragment in self.fragments:
-            fragment.row.fill(0)
-            fragment.forget_upload()
+            fragment.clear()
         self.has_dropped = True
 
     def settle(self, manifest: Manifest, outcomes: Mapping[str, Outcome]) -> None:
         fragment, me = self.fragment(manifest.round), manifest.member(self.rank)
         if me is None or not me.weight:
             return  # no mean has read the row
+        if self._is_all_committed(outcomes):
+            fragment.clear()
+            return
         if manifest.plan == DIRECT:
             if not any(self.rank in outcome.excluded for outcome in outcomes.values()):
                 for cell in fragment.share.cells:
@@ -174,6 +204,15 @@ class ReplicaValues:
             for name, outcome in outcomes.items():
                 self._settle_mean(manifest, me, fragment, name, outcome)
         fragment.forget_upload()
+
+    def _is_all_committed(self, outcomes: Mapping[str, Outcome]) -> bool:
+        """Whether the means hold every value of the row exactly."""
+        return (
+            bool(outcomes)
+            and self.codec.is_exact
+            and not any(self.rank in outcome.excluded for outcome in outcomes.values())
+            and not any(made.rounding for made in self._made.values())
+        )
 
     def _settle_mean(
         self, manifest: Manifest, me: Member, fragment: Fragment, name: str, outcome: Outcome

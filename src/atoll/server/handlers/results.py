@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from atoll.agent.result import JSON, NONE, find_result, nonce_of
 from atoll.core.errors import NotFound
-from atoll.core.lines import RESULT_MARK, visible
+from atoll.core.lines import RESULT_MARK, without_result
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor
 from atoll.core.spec import RankNumber
@@ -82,7 +82,7 @@ async def without_results(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLin
     """The lines as the programs of the ranks printed them."""
     try:
         async for line in lines:
-            text = visible(line.text)
+            text = without_result(line.text)
             if text is not None:
                 yield line if text == line.text else replace(line, text=text)
     finally:
@@ -126,7 +126,7 @@ async def _last_printed(
         texts: defaultdict[int, list[LogLine]] = defaultdict(list)
         async for line in executor.logs(training, ranks=ranks, tail=tail + extra):
             read[line.rank] += 1
-            text = visible(line.text)
+            text = without_result(line.text)
             if text is not None:
                 texts[line.rank].append(replace(line, text=text))
         is_cut = [rank for rank, count in read.items() if count == tail + extra]

@@ -9,19 +9,20 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from atoll.core.attempts import attempts_of
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.describe import (
-    attempt_in_words,
+    describe_attempt,
     describe_cause,
-    exit_in_words,
+    describe_exit,
+    describe_ranks,
     is_stopped_by_atoll,
-    ranks_alike,
-    ranks_in_words,
+    ranks_with_same_failure,
     waiting_lines,
 )
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.model import Model
-from atoll.core.reasons import why_ended
+from atoll.core.reasons import describe_reason
+from atoll.core.stats import usage
 from atoll.core.status import (
     AttemptStatus,
     Condition,
@@ -33,8 +34,7 @@ from atoll.core.status import (
     Training,
     WorldPoint,
 )
-from atoll.core.usage import usage
-from atoll.server.http.encoded import shown
+from atoll.server.http.encoded import redact
 from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 
@@ -130,7 +130,7 @@ class TrainingPage(Model, frozen=True, omit_defaults=False):
 
 def page_of(
     training: Training,
-    time: Time,
+    time: Now,
     attempts: Sequence[AttemptStatus] = (),
     metrics: Sequence[MetricName] | None = (),
 ) -> TrainingPage:
@@ -147,7 +147,7 @@ def page_of(
         rank_seconds=usage(training, time).rank_seconds,
         cause=cause_card(training),
         waiting=_waiting(status),
-        warnings=[visible(message) for message in status.warnings],
+        warnings=[escape_control(message) for message in status.warnings],
         timeline=timeline_of(training),
         tally=_tally(status),
         ranks=odd[:MAX_ODD_LINES] if is_large else lines,
@@ -201,14 +201,14 @@ def _earlier(one: AttemptStatus) -> EarlierAttempt:
         attempt=one.attempt,
         started_at=one.started_at,
         ended_at=one.ended_at,
-        message=attempt_in_words(one)[:200],
+        message=describe_attempt(one)[:200],
     )
 
 
 def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLine:
     final = ended if ended is not None else rank.exit
     at = None if final is None else final.ended_at if isinstance(final, RankExit) else final.at
-    message = visible(rank.message) if final is None else exit_in_words(final)
+    message = escape_control(rank.message) if final is None else describe_exit(final)
     return RankLine(
         rank=rank.rank,
         phase=rank.phase,
@@ -223,8 +223,8 @@ def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLi
         provider=rank.provider or "",
         region=rank.region or "",
         unit=rank.pod_name,
-        previous="" if rank.previous is None else exit_in_words(rank.previous)[:200],
-        previous_at=None if rank.previous is None else rank.previous.at,
+        previous="" if rank.previous_exit is None else describe_exit(rank.previous_exit)[:200],
+        previous_at=None if rank.previous_exit is None else rank.previous_exit.at,
     )
 
 
@@ -237,7 +237,7 @@ def _short(ended: Exit | RankExit) -> str:
     if code is None:
         return "end unknown"
     detail = "" if reason in PLAIN_ENDS else reason or ""
-    return visible(f"exit {code} {detail}".strip())[:40]
+    return escape_control(f"exit {code} {detail}".strip())[:40]
 
 
 def _odd_lines(lines: Sequence[RankLine]) -> list[RankLine]:
@@ -255,9 +255,9 @@ def cause_card(training: Training) -> CauseCard | None:
     status, cause = training.status, training.status.root_cause
     if cause is None:
         return None
-    why = visible(why_ended(cause.termination_reason, cause.message))
-    headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {exit_in_words(cause)}"
-    if len(ranks_alike(status)) > 1:
+    why = escape_control(describe_reason(cause.termination_reason, cause.message))
+    headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {describe_exit(cause)}"
+    if len(ranks_with_same_failure(status)) > 1:
         headline = _capital(describe_cause(status))
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
@@ -271,10 +271,10 @@ def cause_card(training: Training) -> CauseCard | None:
         headline=headline,
         exit=f"{', '.join(part for part in parts if part)}; {attempts}",
         host=cause.host or "",
-        neighbours=ranks_in_words(neighbours) if neighbours else "",
+        neighbours=describe_ranks(neighbours) if neighbours else "",
         before=_before(status, cause),
         at=cause.ended_at,
-        tail=[visible(line) for line in cause.log_tail],
+        tail=[escape_control(line) for line in cause.log_tail],
     )
 
 
@@ -301,16 +301,16 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
         resize = status.last_resize
         text = f"Scaled {resize.from_target} → {resize.to_target}"
         lines.append(TimelineEntry(at=resize.at, kind="running", text=text))
-    restarted = [r for r in status.ranks if r.previous is not None]
+    restarted = [r for r in status.ranks if r.previous_exit is not None]
     for message, ranks in _group_by_message(
-        [(exit_in_words(r.previous), r.rank) for r in restarted if r.previous]
+        [(describe_exit(r.previous_exit), r.rank) for r in restarted if r.previous_exit]
     ):
-        at = min(r.previous.at for r in restarted if r.rank in ranks and r.previous)
+        at = min(r.previous_exit.at for r in restarted if r.rank in ranks and r.previous_exit)
         text = f"{_who(ranks, message)}, and {'was' if len(ranks) == 1 else 'were'} started again"
         lines.append(TimelineEntry(at=at, kind="failed", text=text))
-    cause, alike = status.root_cause, set(ranks_alike(status))
+    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
     if cause is not None and cause.ended_at is not None:
-        text = f"Rank {cause.rank} {exit_in_words(cause)}"
+        text = f"Rank {cause.rank} {describe_exit(cause)}"
         if len(alike) > 1:
             text = _capital(describe_cause(status))
         lines.append(TimelineEntry(at=cause.ended_at, kind="failed", text=text, is_first=True))
@@ -320,7 +320,7 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
         ("cancelled", [e for e in others if is_stopped_by_atoll(e)]),
         ("succeeded", [e for e in others if not e.is_failure]),
     ):
-        exits = [("" if kind == "cancelled" else exit_in_words(e), e.rank) for e in ended]
+        exits = [("" if kind == "cancelled" else describe_exit(e), e.rank) for e in ended]
         for message, ranks in _group_by_message(exits):
             times = [e.ended_at for e in ended if e.rank in set(ranks) and e.ended_at is not None]
             if times:
@@ -341,7 +341,7 @@ def _who(ranks: Sequence[int], message: str) -> str:
     """`Rank 3 was killed`, `Ranks 3-5 were killed`."""
     if len(ranks) > 1 and message.startswith("was "):
         message = f"were {message.removeprefix('was ')}"
-    return f"{_capital(ranks_in_words(ranks))} {message}"
+    return f"{_capital(describe_ranks(ranks))} {message}"
 
 
 def _group_by_message(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
@@ -392,7 +392,7 @@ def _kind_of_exit(ended: RankExit) -> str:
 def _spec(training: Training) -> dict[str, object]:
     import msgspec
 
-    spec: dict[str, object] = msgspec.to_builtins(shown(training).spec)
+    spec: dict[str, object] = msgspec.to_builtins(redact(training).spec)
     return spec
 
 
@@ -401,5 +401,5 @@ def _command(training: Training) -> str:
 
     spec = training.spec
     if spec.source is not None:
-        return visible(f"<{spec.source.kind} {spec.source.filename}>")
-    return visible(shlex.join([*(spec.command or ()), *spec.args]))
+        return escape_control(f"<{spec.source.kind} {spec.source.filename}>")
+    return escape_control(shlex.join([*(spec.command or ()), *spec.args]))

@@ -13,14 +13,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
-from atoll.core.describe import end_in_words, phase_in_words, status_in_words
+from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
-from atoll.core.escape import visible
-from atoll.core.executors import absence
+from atoll.core.escape import escape_control
+from atoll.core.executors import executor_problem
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.ports import Store, Update
-from atoll.core.reasons import why_ended
+from atoll.core.reasons import describe_reason
 from atoll.core.status import Training
 
 RECENT_S = 86_400.0  # a failure needs attention for a day
@@ -114,24 +114,24 @@ def _sentence(training: Training) -> tuple[str, str]:
     """The cause, and the sentence after it."""
     status, name = training.status, training.name
     if status.phase.is_terminal:
-        terms = end_in_words(training).removeprefix(f"{name} ")
+        terms = describe_end(training).removeprefix(f"{name} ")
         cause = status.root_cause
         if cause is None:
             return "", terms.removeprefix(f"{status.phase.value}: ")
-        why = why_ended(cause.termination_reason, cause.message)
-        return visible(why), terms.removeprefix("failed: ")
-    if where := absence(training):
-        return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)
+        why = describe_reason(cause.termination_reason, cause.message)
+        return escape_control(why), terms.removeprefix("failed: ")
+    if where := executor_problem(training):
+        return f"Executor {where.removeprefix('Executor').lower()}", escape_control(status.message)
     waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
     if status.phase is Phase.PENDING and waits:
-        terms = visible(waits[0].message)
+        terms = escape_control(waits[0].message)
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
         return "", f"rank {waits[0].rank} {terms}{more}"
     if status.phase is Phase.NONE:
         return "", "stored; its ranks start soon"
     if status.failing or training.is_cancelling:
-        return "", status_in_words(status)
-    return "", phase_in_words(status) if status.message else status_in_words(status)
+        return "", describe_status(status)
+    return "", describe_phase(status) if status.message else describe_status(status)
 
 
 class Rows:

@@ -57,11 +57,11 @@ def test_a_field_without_a_description_is_noticed_when_the_schema_is_made() -> N
 def full_status() -> Status:
     """A status with something in every field."""
     ended = Exit(code=1, at=2.5, reason="Error", signal="SIGTERM", is_stopped=True, failed_at=2.25,
-                 message="m", log_tail=["l"], is_backends_word=True)  # fmt: skip
+                 message="m", log_tail=["l"], is_from_backend=True)  # fmt: skip
     ranks = [
         RankStatus(rank=n, phase="Failed", pod_name=f"p-{n}", node=f"n-{n}", provider="p",
                    region="r", restarts=n, message="m", attempt=n, started_at=1.5, exit=ended,
-                   previous=ended, metered_s=9.5, missing_since=3.0, is_stopping=True)
+                   previous_exit=ended, metered_s=9.5, missing_since=3.0, is_stopping=True)
         for n in range(300)
     ]  # fmt: skip
     result = BenchResult(measured_at=1.0, probe_node_a="a", probe_node_b="b",
@@ -80,7 +80,7 @@ def full_status() -> Status:
         desired=DesiredState(version=1, size=2, discarded_attempts={0: 1}),
         discarded_attempts={0: 1}, world_size_history=[WorldPoint(at=1.0, target=2, ready=1)],
         last_resize=Resize(from_target=1, to_target=2, at=1.0), is_released=True,
-        rendezvous_endpoint="e", counted_from={"created": 1.5}, clock_skew=2.5,
+        rendezvous_endpoint="e", started_monotonic={"created": 1.5}, clock_skew=2.5,
         mesh=MeshStatus(state=MeshState.READY, message="m", hosts=2, foreign_writes=1),
         bench=BenchStatus(phase="Succeeded", message="m", result=result, started_at=1.0,
                           completed_at=2.0),
@@ -103,7 +103,10 @@ def test_every_field_that_is_stored_is_shown(is_over: bool) -> None:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and path.split(".")[-1] not in ("discardedAttempts", "countedFrom"):
+    if isinstance(value, dict) and path.split(".")[-1] not in (
+        "discardedAttempts",
+        "startedMonotonic",
+    ):
         for name, part in value.items():
             yield from _leaves(part, f"{path}.{name}")
     elif isinstance(value, list) and value and isinstance(value[0], dict):

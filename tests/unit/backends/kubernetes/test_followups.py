@@ -10,10 +10,10 @@ import pytest
 
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import (
+    DropFinalizer,
+    FailLostPods,
     GangFollowups,
-    GiveUp,
     KeepLogs,
-    LetGo,
     MarkStopped,
     OpenGate,
     PatchJob,
@@ -32,16 +32,19 @@ from tests.unit.backends.kubernetes.kube import (
     Json,
     ended,
     job,
+    observation,
     pod,
     running,
-    seen,
     training,
 )
 
 
 def asked(*pods: Json, gang: Json | None = None, **options: Any) -> list[str]:
     """The names of the chores, with the ranks or the reason in them."""
-    return [_words(followup) for followup in seen(*pods, gang=gang, **options).seen.followups]
+    return [
+        _words(followup)
+        for followup in observation(*pods, gang=gang, **options).observation.followups
+    ]
 
 
 def _words(followup: Followup) -> str:
@@ -61,14 +64,14 @@ CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
     "the log of a pod that goes is kept": ([pod(0, running(), left_at=NOW)], None, ["KeepLogs 0"]),
     "nobody holds a pod that has ended": ([GONE], None, ["KeepLogs 0"]),
     "a pod that another release holds may go": (
-        [pod(0, running(), is_held=True)],
+        [pod(0, running(), has_finalizer=True)],
         None,
-        ["LetGo 0"],
+        ["DropFinalizer 0"],
     ),
     "one on a lost node fails on record": (
         [pod(0, running(), left_at=NOW - 100, conditions=TAINTED)],
         None,
-        ["GiveUp 0"],
+        ["FailLostPods 0"],
     ),
     "half a gang gives way": (
         [
@@ -99,7 +102,7 @@ def test_a_look_asks_for(case: str) -> None:
 
 
 def test_a_gang_whose_configmap_is_gone_gets_it_back() -> None:
-    name = KubernetesBackend(cluster=object())._place(training())[1]  # type: ignore[arg-type]
+    name = KubernetesBackend(cluster=object())._object_key(training())[1]  # type: ignore[arg-type]
     STUCK["status"]["containerStatuses"][0]["state"]["waiting"]["message"] = (
         f'configmap "{name}" not found'
     )
@@ -129,7 +132,7 @@ LATER: list[tuple[list[Json], Json | None, float | None]] = [
 def test_it_says_when_to_look_again(
     pods: list[Json], gang: Json | None, again_in_s: float | None
 ) -> None:
-    assert seen(*pods, gang=gang).seen.again_in_s == again_in_s
+    assert observation(*pods, gang=gang).observation.again_in_s == again_in_s
 
 
 class Deeds:
@@ -152,12 +155,12 @@ def test_every_chore_has_somebody_who_does_it() -> None:
     deeds: Any = Deeds()
     followups = GangFollowups(deeds, deeds, deeds, deeds.patch_job, lambda: NOW)
     mine = (Pod(GONE),)
-    desired = seen().seen.desired
+    desired = observation().observation.desired
     assert desired is not None
     all_of_them: list[Followup] = [
         KeepLogs(pods=mine, ranks=1),
-        GiveUp(pods=mine),
-        LetGo(pods=mine),
+        FailLostPods(pods=mine),
+        DropFinalizer(pods=mine),
         MarkStopped(pods=mine),
         OpenGate(pods=mine),
         RestoreObjects(desired=desired, job=job()),
@@ -171,10 +174,10 @@ def test_every_chore_has_somebody_who_does_it() -> None:
     asyncio.run(perform())
     assert deeds.done == [
         "capture 0",
-        "give_up",
-        *("settle", "let_go"),
+        "fail_lost_pods",
+        *("settle", "drop_finalizers"),
         "mark_stopped",
-        *("note_opened", "let_start"),
+        *("note_opened", "start_pods"),
         "make",
         "patch_job",
     ]

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.deleted_pods import Departed
+from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.followups import OpenGate, PatchJob
 from atoll.backends.kubernetes.gate import StartGate, render_start
 from atoll.backends.kubernetes.names import GATE_COUNT, GATE_OPENED, START, YIELDED
-from atoll.backends.kubernetes.read import GangView, is_unchanged, look
+from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.read import GangView, is_unchanged
 from atoll.backends.kubernetes.render import render_job
+from atoll.core.clock import Now
 from atoll.core.phase import Phase
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
@@ -26,6 +28,7 @@ from tests.unit.backends.kubernetes.kube import (
     Resources,
     ended,
     job,
+    observe_gang,
     only,
     pod,
     running,
@@ -61,23 +64,23 @@ def turned_away(rank: int, code: int = 143, **rest: Any) -> Json:
     return pod(rank, INITIALIZING, phase="Failed", gate=ended(code), **rest)
 
 
-def seen(gang: Json, *pods: Json, **spec: Any) -> GangView:
+def observation(gang: Json, *pods: Json, **spec: Any) -> GangView:
     """A world of min 2 and target 3."""
-    return look(training(**spec), gang, pods, Options(), NOW)
+    return observe_gang(training(**spec), gang, pods, Options(), NOW)
 
 
 def ranks(found: GangView) -> list[int]:
-    return [held.rank for held in found.gate.held]
+    return [to_start.rank for to_start in found.gate.to_start]
 
 
 def test_it_opens_when_all_ranks_have_reached_it() -> None:
-    found = seen(gated(), waiting(0), waiting(1), waiting(2))
+    found = observation(gated(), waiting(0), waiting(1), waiting(2))
     assert found.gate.is_due
     assert ranks(found) == [0, 1, 2]
 
 
 def test_opening_it_is_asked_for_and_not_done_by_the_look() -> None:
-    decision, told = seen(gated(), waiting(0), waiting(1), waiting(2)).seen.followups
+    decision, told = observation(gated(), waiting(0), waiting(1), waiting(2)).observation.followups
     assert isinstance(decision, PatchJob)
     assert decision.patch == {"metadata": {"annotations": {GATE_OPENED: str(NOW), GATE_COUNT: "3"}}}
     assert isinstance(told, OpenGate)
@@ -89,14 +92,14 @@ def test_it_is_not_opened_for_ranks_that_are_about_to_be_stopped(how: str) -> No
     changes: Json = (
         {"cancel": True} if how == "cancel" else {"status": Status(failing="RankFailed")}
     )
-    found = seen(gated(), waiting(0), waiting(1), waiting(2), **changes)
-    assert found.seen.followups == ()
+    found = observation(gated(), waiting(0), waiting(1), waiting(2), **changes)
+    assert found.observation.followups == ()
 
 
 def pass_over(given: Training, gang: Json | None, *pods: Json, now: float) -> Training:
     """One pass of the controller, as far as its status goes."""
-    found = look(given, gang, pods, Options(is_controlled=True, is_start_gated=True), now)
-    return replace(given, status=plan(given, found.seen, now).status)
+    found = observe_gang(given, gang, pods, Options(is_controlled=True, is_start_gated=True), now)
+    return replace(given, status=plan(given, found.observation, Now.at(now)).status)
 
 
 def admitted(given: Training) -> str:
@@ -132,8 +135,10 @@ def test_without_a_gate_ranks_are_let_go_when_the_first_one_runs() -> None:
 
 def deadlines(gang: Json, now: float = NOW, **options: Any) -> list[int]:
     ranks = [pod(rank, running(NOW - 1)) for rank in range(3)]
-    found = look(training(deadline_s=60), gang, ranks, Options(**options), now)
-    patches = [c.patch.get("spec", {}) for c in found.seen.followups if isinstance(c, PatchJob)]
+    found = observe_gang(training(deadline_s=60), gang, ranks, Options(**options), now)
+    patches = [
+        c.patch.get("spec", {}) for c in found.observation.followups if isinstance(c, PatchJob)
+    ]
     return [p["activeDeadlineSeconds"] for p in patches if "activeDeadlineSeconds" in p]
 
 
@@ -144,8 +149,8 @@ def test_the_jobs_own_deadline_counts_from_the_same_instant() -> None:
     gang["spec"]["activeDeadlineSeconds"] = 164
     assert deadlines(gang, deadline_margin_s=5) == []
     closed = gated(started_at=NOW - 100)
-    found = look(training(deadline_s=60), closed, [waiting(0)], Options(), NOW)
-    assert found.seen.followups == ()
+    found = observe_gang(training(deadline_s=60), closed, [waiting(0)], Options(), NOW)
+    assert found.observation.followups == ()
     made = render_job(
         training(deadline_s=60), DesiredState(version=1, size=3), Options(is_controlled=True)
     )
@@ -157,18 +162,18 @@ def test_a_job_that_carries_its_deadline_may_be_over_before_a_rank_could_start()
     over["status"] = {
         "conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
     }
-    assert seen(over).seen.fault == "no rank could start within 60 s"
-    assert seen(over, pod(0, running())).seen.fault == ""
+    assert observation(over).observation.fault == "no rank could start within 60 s"
+    assert observation(over, pod(0, running())).observation.fault == ""
 
 
 def test_ranks_that_wait_say_so_and_do_not_run() -> None:
-    found = seen(gated(), waiting(0), waiting(1), homeless(2))
+    found = observation(gated(), waiting(0), waiting(1), homeless(2))
     assert not found.gate.is_due
     assert ranks(found) == []
-    told = {r.rank: (r.state, r.message.split(":")[0]) for r in found.seen.ranks}
+    told = {r.rank: (r.state, r.message.split(":")[0]) for r in found.observation.ranks}
     assert told == {0: ("waiting", "start gate"), 1: ("waiting", "start gate"),
-                    2: ("waiting", "no room")}  # fmt: skip
-    assert found.seen.ranks[0].message == "start gate: 2 of 3 ranks are ready to start"
+                    2: ("waiting", "no capacity")}  # fmt: skip
+    assert found.observation.ranks[0].message == "start gate: 2 of 3 ranks are ready to start"
     assert found.gate.due_in_s == GRACE_S - 5
 
 
@@ -186,34 +191,34 @@ def test_min_ranks_start_once_the_grace_is_over(
     started_at: float | None, able: int, is_due: bool
 ) -> None:
     pods = [*map(waiting, range(able)), *map(homeless, range(able, 3))]
-    found = seen(gated(started_at=started_at), *pods)
+    found = observation(gated(started_at=started_at), *pods)
     assert found.gate.is_due is is_due
     assert ranks(found) == (list(range(able)) if is_due else [])
 
 
 def test_a_pod_on_its_way_out_does_not_count() -> None:
-    found = seen(gated(), waiting(0), waiting(1), waiting(2, left_at=NOW - 1))
+    found = observation(gated(), waiting(0), waiting(1), waiting(2, left_at=NOW - 1))
     assert not found.gate.is_due
 
 
 def test_a_gang_that_gives_way_is_not_let_through() -> None:
     gang = gated(started_at=NOW - 100, annotations={YIELDED: str(NOW - 1)})
-    assert not seen(gang, waiting(0), waiting(1), waiting(2)).gate.is_due
+    assert not observation(gang, waiting(0), waiting(1), waiting(2)).gate.is_due
 
 
 def test_ranks_beyond_the_target_neither_count_nor_pass() -> None:
     world = training().spec.world_size
     smaller = type(world)(min=1, target=2, max=8)
-    found = seen(gated(), waiting(0), homeless(1), waiting(2), world_size=smaller)
+    found = observation(gated(), waiting(0), homeless(1), waiting(2), world_size=smaller)
     assert not found.gate.is_due
-    found = seen(gated(), waiting(0), waiting(1), waiting(2), world_size=smaller)
+    found = observation(gated(), waiting(0), waiting(1), waiting(2), world_size=smaller)
     assert ranks(found) == [0, 1]
 
 
 def test_what_a_killed_operator_left_undone_is_done_by_the_next_look() -> None:
     """The decision is in the Job; one of three pods was told of it."""
     told = waiting(0, annotations={START: "true"})
-    found = seen(opened(), told, waiting(1), waiting(2))
+    found = observation(opened(), told, waiting(1), waiting(2))
     assert not found.gate.is_due
     assert ranks(found) == [1, 2]
 
@@ -221,14 +226,14 @@ def test_what_a_killed_operator_left_undone_is_done_by_the_next_look() -> None:
 def test_ranks_are_told_how_many_the_gate_let_go() -> None:
     """Fewer than all: the number is decided once, kept in the Job, and told to each of them."""
     late = gated(started_at=NOW - 100)
-    found = seen(late, waiting(0), waiting(1), homeless(2))
-    decided, opening = found.seen.followups
+    found = observation(late, waiting(0), waiting(1), homeless(2))
+    decided, opening = found.observation.followups
     assert isinstance(decided, PatchJob)
     assert isinstance(opening, OpenGate)
     assert (decided.patch["metadata"]["annotations"][GATE_COUNT], opening.together) == ("2", 2)
     late["metadata"]["annotations"] |= decided.patch["metadata"]["annotations"]
     # The operator was killed; by the time of the next look a third rank is there.
-    (again,) = seen(late, waiting(0), waiting(1), waiting(2)).seen.followups
+    (again,) = observation(late, waiting(0), waiting(1), waiting(2)).observation.followups
     assert isinstance(again, OpenGate)
     assert (again.together, len(again.pods)) == (2, 3)
     assert render_start(again.together) == {"metadata": {"annotations": {START: "2"}}}
@@ -250,36 +255,36 @@ def test_the_number_reaches_a_rank_where_the_gate_may_let_fewer_than_all_go() ->
 
 def test_once_open_nothing_is_done_for_pods_that_passed() -> None:
     passed = [pod(r, running(), gate=ended(0, "Completed")) for r in range(3)]
-    found = seen(opened(), *passed)
+    found = observation(opened(), *passed)
     assert (found.gate.is_due, ranks(found), found.gate.due_in_s) == (False, [], None)
-    assert {r.state for r in found.seen.ranks} == {"running"}
+    assert {r.state for r in found.observation.ranks} == {"running"}
 
 
 def test_a_job_made_without_a_gate_has_none() -> None:
-    assert seen(job(), pod(0, running())).gate == StartGate()
+    assert observation(job(), pod(0, running())).gate == StartGate()
 
 
 def test_a_gang_that_passed_the_gate_does_not_give_way() -> None:
     pods = [pod(0, running()), homeless(1, made_at=NOW - 700), homeless(2, made_at=NOW - 700)]
-    assert [p.rank for p in seen(gated(), *pods).half] == [0]
-    assert seen(opened(), *pods).half == []
+    assert [p.rank for p in observation(gated(), *pods).half] == [0]
+    assert observation(opened(), *pods).half == []
 
 
 def test_a_pod_stopped_at_the_gate_never_ran() -> None:
-    found = seen(gated(), turned_away(1, left_at=NOW - 2))
-    assert [r for r in found.seen.ranks if r.pod_name] == []
-    evicted = seen(gated(), turned_away(1, reason="Evicted", message="low on memory"))
-    assert [r for r in evicted.seen.ranks if r.pod_name] == []
+    found = observation(gated(), turned_away(1, left_at=NOW - 2))
+    assert [r for r in found.observation.ranks if r.pod_name] == []
+    evicted = observation(gated(), turned_away(1, reason="Evicted", message="low on memory"))
+    assert [r for r in evicted.observation.ranks if r.pod_name] == []
 
 
 def test_a_node_lost_at_the_gate_costs_a_restart_and_is_told() -> None:
-    found = seen(gated(), waiting(1, left_at=NOW - 100))
+    found = observation(gated(), waiting(1, left_at=NOW - 100))
     rank = only(found)
     assert (rank.state, rank.exit and rank.exit.reason) == ("exited", "HostLost")
     assert [p.rank for p in found.lost] == [1]
     marked = pod(1, INITIALIZING, phase="Failed", gate=running(), left_at=NOW - 100,
                  reason="NodeLost", message="the node does not answer")  # fmt: skip
-    ended_so = only(seen(gated(), marked)).exit
+    ended_so = only(observation(gated(), marked)).exit
     assert ended_so is not None
     assert (ended_so.code, ended_so.reason) == (None, "HostLost")
 
@@ -287,7 +292,7 @@ def test_a_node_lost_at_the_gate_costs_a_restart_and_is_told() -> None:
 def test_a_rank_lost_after_the_gate_ended_when_it_was_given_up_not_at_the_gate() -> None:
     passed = ended(0, "Completed", at=MADE + 4)
     gone = pod(1, running(MADE + 5), gate=passed, left_at=NOW - 50)
-    told = only(seen(opened(), gone)).exit
+    told = only(observation(opened(), gone)).exit
     assert told is not None
     assert (told.reason, told.at) == ("HostLost", NOW - 50)
 
@@ -295,7 +300,7 @@ def test_a_rank_lost_after_the_gate_ended_when_it_was_given_up_not_at_the_gate()
 def test_an_image_without_a_shell_is_told_with_what_to_do() -> None:
     said = 'exec: "sh": executable file not found in $PATH'
     broken = pod(0, INITIALIZING, phase="Failed", gate=ended(128, "StartError", said))
-    told = only(seen(gated(), broken)).exit
+    told = only(observation(gated(), broken)).exit
     assert told is not None
     assert (told.code, told.reason) == (None, "StartGateFailed")
     for words in ("start gate", said, "ghcr.io/acme/train:1", "is_start_gated=False"):
@@ -304,15 +309,15 @@ def test_an_image_without_a_shell_is_told_with_what_to_do() -> None:
 
 def test_an_image_that_cannot_be_pulled_is_told_before_the_gate_too() -> None:
     state = {"waiting": {"reason": "ErrImagePull", "message": "no such host"}}
-    found = only(seen(gated(), pod(0, INITIALIZING, phase="Pending", gate=state)))
+    found = only(observation(gated(), pod(0, INITIALIZING, phase="Pending", gate=state)))
     assert "cannot be pulled: no such host" in found.message
 
 
 def test_a_job_read_before_it_could_start_is_read_again() -> None:
     pods = [waiting(0), waiting(1), waiting(2)]
-    assert not is_unchanged(gated(started_at=None), pods)
-    assert is_unchanged(gated(), pods)
-    assert is_unchanged(job(), pods)
+    assert not is_unchanged(gated(started_at=None), map(Pod, pods))
+    assert is_unchanged(gated(), map(Pod, pods))
+    assert is_unchanged(job(), map(Pod, pods))
 
 
 def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service() -> None:
@@ -330,31 +335,37 @@ def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service(
 def test_the_grace_is_counted_from_when_the_job_could_start() -> None:
     """Not from when the training was made, which may have been long before."""
     assert MADE + GRACE_S < NOW
-    assert not seen(gated(started_at=NOW - 1), waiting(0), waiting(1), homeless(2)).gate.is_due
+    assert not observation(
+        gated(started_at=NOW - 1), waiting(0), waiting(1), homeless(2)
+    ).gate.is_due
 
 
 def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
-    held = waiting(0, made_at=NOW - 700)
+    to_start = waiting(0, made_at=NOW - 700)
     refused = "exceeded quota: pods=1"
-    assert [p.rank for p in look(training(), gated(), [held], Options(), NOW, refused).half] == [0]
-    assert look(training(), gated(), [held], Options(), NOW).half == []  # they are just being made
+    assert [
+        p.rank for p in observe_gang(training(), gated(), [to_start], Options(), NOW, refused).half
+    ] == [0]
+    assert (
+        observe_gang(training(), gated(), [to_start], Options(), NOW).half == []
+    )  # they are just being made
     early = waiting(0, made_at=NOW - 100)
-    assert look(training(), gated(), [early], Options(), NOW, refused).half == []
+    assert observe_gang(training(), gated(), [early], Options(), NOW, refused).half == []
 
 
 def test_a_rank_let_through_and_stopped_before_its_kubelet_spoke_may_have_run() -> None:
     """Its exit would be lost if the verdict did not wait for that word."""
     passed = ended(0, "Completed", at=NOW - 2)
     silent = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 1)
-    view = seen(opened(), silent)
-    assert view.seen.unsettled == 1
-    assert view.seen.again_in_s is not None
+    view = observation(opened(), silent)
+    assert view.observation.unsettled == 1
+    assert view.observation.again_in_s is not None
     late = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 60)
-    assert seen(opened(), late).seen.unsettled == 0
-    gone = look(training(), opened(), [], Options(), NOW, departed=Departed([silent]))
-    assert gone.seen.unsettled == 0  # nothing more will be heard of it
+    assert observation(opened(), late).observation.unsettled == 0
+    gone = observe_gang(training(), opened(), [], Options(), NOW, deleted=DeletedState([silent]))
+    assert gone.observation.unsettled == 0  # nothing more will be heard of it
 
 
 def test_a_rank_stopped_at_a_shut_gate_or_turned_away_never_ran() -> None:
-    assert seen(gated(), waiting(1, left_at=NOW - 1)).seen.unsettled == 0
-    assert seen(opened(), turned_away(1, left_at=NOW - 1)).seen.unsettled == 0
+    assert observation(gated(), waiting(1, left_at=NOW - 1)).observation.unsettled == 0
+    assert observation(opened(), turned_away(1, left_at=NOW - 1)).observation.unsettled == 0

@@ -18,10 +18,10 @@ from tests.unit.backends.kubernetes.kube import (
     Options,
     ended,
     job,
+    observation,
     only,
     pod,
     running,
-    seen,
     training,
 )
 
@@ -197,7 +197,7 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
 @pytest.mark.parametrize("what", ENDS)
 def test_an_end_is_told_as_it_was(what: str) -> None:
     gone, code, reason, signal, words = ENDS[what]
-    rank = only(seen(gone))
+    rank = only(observation(gone))
     assert rank.state == "exited"
     found = rank.exit
     assert isinstance(found, Exit)
@@ -216,7 +216,7 @@ def record(code: int | None, **rest: Any) -> str:
 
 def recorded(code: int, text: str, reason: str = "Error") -> Exit:
     phase = "Failed" if code else "Succeeded"
-    exit = only(seen(pod(0, ended(code, reason, text), phase=phase))).exit
+    exit = only(observation(pod(0, ended(code, reason, text), phase=phase))).exit
     assert exit is not None
     return exit
 
@@ -279,9 +279,9 @@ def recorder(state: Json) -> Pod:
 def test_an_exit_without_the_record_that_was_asked_for_says_whose_word_it_is() -> None:
     exit = recorder(ended(3, message="last line")).exit(is_stopped=False, now=NOW)
     assert (exit.code, exit.reason, exit.log_tail) == (3, "Error", ["last line"])
-    assert (exit.is_backends_word, exit.message) == (True, "")
-    assert not recorder(ended(143)).exit(is_stopped=True, now=NOW).is_backends_word
-    assert not recorded(3, record(3)).is_backends_word
+    assert (exit.is_from_backend, exit.message) == (True, "")
+    assert not recorder(ended(143)).exit(is_stopped=True, now=NOW).is_from_backend
+    assert not recorded(3, record(3)).is_from_backend
 
 
 def test_an_image_without_sh_is_told_how_to_do_without() -> None:
@@ -303,7 +303,7 @@ def test_a_failure_of_its_own_just_before_a_stop_is_not_taken_for_the_stop() -> 
         text = record(3, at=at)
         fallen = pod(0, ended(3, "Error", text, at=int(at)), phase="Failed", left_at=NOW - 5)
         gang = job(3, annotations={SHRINKS: f"[[0, {NOW - 8}]]"})
-        return only(seen(fallen, gang=gang)).exit
+        return only(observation(fallen, gang=gang)).exit
 
     before, after = end(NOW - 8.4), end(NOW - 7.6)
     assert before is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.deleted_pods import Departed
+from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.names import SHRINKS
 from atoll.backends.kubernetes.patch import (
     render_released,
@@ -18,7 +18,8 @@ from atoll.backends.kubernetes.patch import (
     render_yield,
 )
 from atoll.backends.kubernetes.pod import WAITING, Pod
-from atoll.backends.kubernetes.read import desired_of, finished, indexes, look
+from atoll.backends.kubernetes.read import desired_of, finished, indexes
+from atoll.core.clock import Now
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
 from atoll.core.status import Exit, RankStatus, Status, Training
@@ -32,18 +33,19 @@ from tests.unit.backends.kubernetes.kube import (
     ended,
     job,
     known,
+    observation,
+    observe_gang,
     only,
     pod,
     running,
-    seen,
     training,
 )
 
-HOLDING = Options(is_exit_held=True)
+HOLDING = Options(has_exit_finalizer=True)
 
 
 def test_an_exit_has_its_times_and_the_last_lines() -> None:
-    rank = only(seen(pod(0, ended(1, message="a\nb\n", at=NOW - 7), phase="Failed")))
+    rank = only(observation(pod(0, ended(1, message="a\nb\n", at=NOW - 7), phase="Failed")))
     assert rank.exit is not None
     assert (rank.started_at, rank.exit.at) == (MADE + 5, NOW - 7)
     assert rank.exit.log_tail == ["a", "b"]
@@ -59,14 +61,14 @@ def test_a_rank_scaled_away_was_stopped_by_us(grace: int) -> None:
     """Also once the kubelet has set the grace to 0, which moves the time of deletion to then."""
     gone = pod(2, ended(7, at=NOW - 15), phase="Failed", left_at=NOW - 20 if grace else NOW - 5)
     gone["metadata"]["deletionGracePeriodSeconds"] = grace
-    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
+    rank = only(observation(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason, rank.exit.code) == (True, "Stopped", 7)
 
 
 def test_a_rank_scaled_away_and_wanted_again_was_still_stopped_by_us() -> None:
     gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=shrunk(3, 2, NOW - 20)))
+    rank = only(observation(gone, gang=shrunk(3, 2, NOW - 20)))
     assert rank.exit is not None
     assert rank.exit.is_stopped
 
@@ -88,28 +90,28 @@ def iso(at: float) -> str:
 def test_a_rank_of_a_suspended_job_was_stopped_also_if_it_goes_on_by_now(is_now: bool) -> None:
     gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
     since = NOW - 20 if is_now else NOW - 3
-    rank = only(seen(gone, gang=suspended(is_now=is_now, since=iso(since))))
+    rank = only(observation(gone, gang=suspended(is_now=is_now, since=iso(since))))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason) == (True, "Stopped")
 
 
 def test_a_rank_that_fell_before_the_job_was_suspended_fell() -> None:
     gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 55)
-    rank = only(seen(gone, gang=suspended(is_now=True, since=iso(NOW - 20))))
+    rank = only(observation(gone, gang=suspended(is_now=True, since=iso(NOW - 20))))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_rank_deleted_after_the_job_was_resumed_fell() -> None:
     gone = pod(2, ended(143, at=NOW - 5), phase="Failed", left_at=NOW - 6)
-    rank = only(seen(gone, gang=suspended(is_now=False, since=iso(MADE - 9))))
+    rank = only(observation(gone, gang=suspended(is_now=False, since=iso(MADE - 9))))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
     gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
+    rank = only(observation(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
@@ -117,7 +119,7 @@ def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
 def test_a_shrink_long_before_a_pods_time_does_not_excuse_it() -> None:
     gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
     gang = job(3, annotations={SHRINKS: f"[[2, {MADE - 60}]]"})
-    rank = only(seen(gone, gang=gang))
+    rank = only(observation(gone, gang=gang))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
@@ -125,7 +127,7 @@ def test_a_shrink_long_before_a_pods_time_does_not_excuse_it() -> None:
 def test_exits_are_told_one_at_a_time_oldest_first() -> None:
     first = pod(0, ended(1), phase="Failed", made_at=MADE)
     second = pod(0, running(), restarts=1, made_at=MADE + 50)
-    found = seen(first, second)
+    found = observation(first, second)
     rank = only(found)
     assert (rank.attempt, rank.state) == (int(MADE), "exited")
     assert found.has_more
@@ -135,27 +137,29 @@ def test_the_successor_is_told_once_the_exit_is_stored() -> None:
     first = pod(0, ended(1), phase="Failed", made_at=MADE)
     second = pod(0, running(), restarts=1, made_at=MADE + 50)
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
-    found = look(training(status=Status(ranks=[stored])), job(), [first, second], Options(), NOW)
+    found = observe_gang(
+        training(status=Status(ranks=[stored])), job(), [first, second], Options(), NOW
+    )
     rank = only(found)
     assert (rank.state, rank.attempt, rank.restarts) == ("running", int(MADE) + 50, 1)
     assert not found.has_more
 
 
 def test_a_held_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
-    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20, is_held=True)
-    view = seen(gone, is_exit_held=True)
+    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20, has_finalizer=True)
+    view = observation(gone, has_exit_finalizer=True)
     assert [p.rank for p in view.may_go] == [0]
     assert only(view).exit is not None
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
     for status in (Status(ranks=[stored]), Status(removed_ranks=[stored])):
-        found = look(training(status=status), job(), [gone], HOLDING, NOW)
+        found = observe_gang(training(status=status), job(), [gone], HOLDING, NOW)
         assert [p.rank for p in found.may_go] == [0]
 
 
 def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
-    over = pod(0, ended(0, "Completed"), phase="Succeeded", is_held=True)
+    over = pod(0, ended(0, "Completed"), phase="Succeeded", has_finalizer=True)
     stored = known(0, attempt=int(MADE), exit=Exit(code=0, at=NOW, reason="Completed"))
-    found = look(training(status=Status(ranks=[stored])), job(), [over], HOLDING, NOW)
+    found = observe_gang(training(status=Status(ranks=[stored])), job(), [over], HOLDING, NOW)
     assert found.may_go == []
 
 
@@ -168,41 +172,41 @@ def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
 
 
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
-    early = pod(0, None, phase="Pending", left_at=NOW - 20, node=None, is_held=True)
-    found = seen(early, is_exit_held=True)
-    assert not any(r.pod_name for r in found.seen.ranks)
+    early = pod(0, None, phase="Pending", left_at=NOW - 20, node=None, has_finalizer=True)
+    found = observation(early, has_exit_finalizer=True)
+    assert not any(r.pod_name for r in found.observation.ranks)
     assert [p.rank for p in found.may_go] == [0]
 
 
 def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
     done = job(annotations=render_released()["metadata"]["annotations"])
-    found = look(training(), done, [over], Options(), NOW)
-    assert (found.seen.ranks, found.seen.desired) == ([], None)
+    found = observe_gang(training(), done, [over], Options(), NOW)
+    assert (found.observation.ranks, found.observation.desired) == ([], None)
 
 
 def test_a_silent_node_is_spoken_of_before_it_is_given_up() -> None:
-    found = seen(pod(0, running(), conditions={"Ready": {"status": "False"}}))
+    found = observation(pod(0, running(), conditions={"Ready": {"status": "False"}}))
     rank = only(found)
     assert (rank.state, rank.message) == ("running", "its node node-1 does not answer")
     assert found.lost == []
 
 
 def test_a_rank_on_a_node_given_up_by_the_cluster_is_replaced() -> None:
-    found = seen(pod(0, running(), left_at=NOW - 20, conditions=TAINTED))
+    found = observation(pod(0, running(), left_at=NOW - 20, conditions=TAINTED))
     assert [p.rank for p in found.lost] == [0]
 
 
 def test_the_scheduler_says_what_a_rank_waits_for() -> None:
-    rank = only(seen(pod(0, None, phase="Pending", node=None, conditions=NO_ROOM)))
+    rank = only(observation(pod(0, None, phase="Pending", node=None, conditions=NO_ROOM)))
     assert rank.state == "waiting"
-    assert rank.message == f"no room: {NO_ROOM['PodScheduled']['message']}"
+    assert rank.message == f"no capacity: {NO_ROOM['PodScheduled']['message']}"
 
 
 @pytest.mark.parametrize("reason", WAITING)
 def test_the_kubelet_says_what_a_rank_waits_for(reason: str) -> None:
     waits = {"waiting": {"reason": reason, "message": "because\n of this"}}
-    rank = only(seen(pod(0, waits, phase="Pending")))
+    rank = only(observation(pod(0, waits, phase="Pending")))
     assert rank.state == "waiting"
     assert rank.message
     assert "{" not in rank.message
@@ -212,7 +216,7 @@ def test_the_kubelet_says_what_a_rank_waits_for(reason: str) -> None:
 
 def test_an_unknown_reason_is_passed_on_as_it_is() -> None:
     waits = {"waiting": {"reason": "SomethingNew", "message": "of later versions"}}
-    rank = only(seen(pod(0, waits, phase="Pending")))
+    rank = only(observation(pod(0, waits, phase="Pending")))
     assert rank.message == "SomethingNew of later versions"
 
 
@@ -224,20 +228,22 @@ def bad_image(rank: int, reason: str, made_at: float) -> Json:
 def test_an_image_that_cannot_be_pulled_is_waited_for_and_then_a_fault() -> None:
     early = [bad_image(r, "ImagePullBackOff", NOW - 10) for r in range(3)]
     late = [bad_image(r, "ImagePullBackOff", NOW - 400) for r in range(3)]
-    assert seen(*early).seen.fault == ""
-    assert "cannot be pulled" in seen(*late).seen.fault
+    assert observation(*early).observation.fault == ""
+    assert "cannot be pulled" in observation(*late).observation.fault
 
 
 def test_a_name_that_is_no_image_is_a_fault_at_once() -> None:
     assert (
         "is not an image name"
-        in seen(*(bad_image(r, "InvalidImageName", NOW) for r in range(3))).seen.fault
+        in observation(*(bad_image(r, "InvalidImageName", NOW) for r in range(3))).observation.fault
     )
 
 
 def test_one_bad_rank_is_no_fault_while_min_ranks_are_possible() -> None:
     assert (
-        seen(bad_image(0, "InvalidImageName", NOW), pod(1, running()), pod(2, running())).seen.fault
+        observation(
+            bad_image(0, "InvalidImageName", NOW), pod(1, running()), pod(2, running())
+        ).observation.fault
         == ""
     )
 
@@ -245,15 +251,15 @@ def test_one_bad_rank_is_no_fault_while_min_ranks_are_possible() -> None:
 def test_half_a_gang_gives_way_after_its_time() -> None:
     holding = pod(0, running(), made_at=NOW - 700)
     waiting = pod(1, None, phase="Pending", node=None, conditions=NO_ROOM, made_at=NOW - 700)
-    assert [p.rank for p in seen(holding, waiting).half] == [0]
-    assert seen(holding, waiting, gang_timeout_s=None).half == []
-    assert seen(holding, waiting, gang_timeout_s=800.0).half == []
+    assert [p.rank for p in observation(holding, waiting).half] == [0]
+    assert observation(holding, waiting, gang_timeout_s=None).half == []
+    assert observation(holding, waiting, gang_timeout_s=800.0).half == []
 
 
 def test_a_world_of_min_ranks_does_not_give_way() -> None:
     held = [pod(r, running(), made_at=NOW - 700) for r in (0, 1)]
     waiting = pod(2, None, phase="Pending", node=None, conditions=NO_ROOM, made_at=NOW - 700)
-    assert seen(*held, waiting).half == []
+    assert observation(*held, waiting).half == []
 
 
 def test_giving_way_and_coming_back_are_kept_in_the_job() -> None:
@@ -268,18 +274,18 @@ def test_giving_way_and_coming_back_are_kept_in_the_job() -> None:
 
 
 def test_a_suspended_gang_says_so() -> None:
-    assert seen(gang=job(suspend=True)).seen.message == "the Job is suspended"
-    queued = seen(gang=job(suspend=True), kueue_queue="research").seen.message
+    assert observation(gang=job(suspend=True)).observation.message == "the Job is suspended"
+    queued = observation(gang=job(suspend=True), kueue_queue="research").observation.message
     assert "Kueue queue research" in queued
 
 
 def test_a_quota_that_is_used_up_is_told() -> None:
-    found = look(training(), job(), [], Options(), NOW, "exceeded quota: gpus")
-    assert found.seen.message == "Kubernetes cannot create the pod: exceeded quota: gpus"
+    found = observe_gang(training(), job(), [], Options(), NOW, "exceeded quota: gpus")
+    assert found.observation.message == "Kubernetes cannot create the pod: exceeded quota: gpus"
 
 
 def test_no_job_is_no_wish() -> None:
-    assert look(training(), None, [], Options(), NOW).seen.desired is None
+    assert observe_gang(training(), None, [], Options(), NOW).observation.desired is None
     going = job()
     going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert desired_of(going) is None
@@ -289,9 +295,9 @@ def test_a_finished_job_supervises_nothing() -> None:
     gang = job()
     gang["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     assert finished(gang) == "Complete"
-    assert not seen(gang=gang).seen.is_supervised
-    assert seen(gang=gang).seen.is_closed
-    assert not seen(gang=job()).seen.is_closed
+    assert not observation(gang=gang).observation.is_supervised
+    assert observation(gang=gang).observation.is_closed
+    assert not observation(gang=job()).observation.is_closed
 
 
 def test_completions_change_together_with_parallelism_and_are_never_zero() -> None:
@@ -311,23 +317,23 @@ def lives(rank: int, codes: list[int], is_running: bool, leaving: list[bool]) ->
     """The pods of one rank, one after another; the last one may still run."""
     made = []
     for at, code in enumerate(codes):
-        born = MADE + at * 20
-        ending = ended(code, at=born + 10)
+        start_ticks = MADE + at * 20
+        ending = ended(code, at=start_ticks + 10)
         phase = "Failed" if code else "Succeeded"
-        left = born + 8 if leaving[at % len(leaving)] else None
+        left = start_ticks + 8 if leaving[at % len(leaving)] else None
         made.append(
             pod(
                 *(rank, ending),
                 phase=phase,
                 restarts=at,
-                made_at=born,
+                made_at=start_ticks,
                 left_at=left,
-                is_held=True,
+                has_finalizer=True,
             )
         )
     if is_running:
-        born = MADE + len(codes) * 20
-        made.append(pod(rank, running(born + 1), restarts=len(codes), made_at=born))
+        start_ticks = MADE + len(codes) * 20
+        made.append(pod(rank, running(start_ticks + 1), restarts=len(codes), made_at=start_ticks))
     return made
 
 
@@ -349,8 +355,8 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
     stored: set[tuple[int, int]] = set()
     before = training(max_restarts=9)
     for _ in range(6):
-        found = look(before, job(3), pods, HOLDING, NOW)
-        status = plan(before, found.seen, NOW).status
+        found = observe_gang(before, job(3), pods, HOLDING, NOW)
+        status = plan(before, found.observation, Now.at(NOW)).status
         for rank in (*status.ranks, *status.removed_ranks):
             if rank.exit is not None:
                 stored.add((rank.rank, rank.attempt))
@@ -370,14 +376,14 @@ def test_a_rank_that_the_job_gave_up_without_a_word_is_lost_and_told_once() -> N
     gang = job()
     gang["status"] = {"failedIndexes": "1,7"}
     given = training()
-    told = look(given, gang, [pod(0, running())], Options(), NOW)
-    (rank,) = [r for r in told.seen.ranks if r.state == "exited"]
+    told = observe_gang(given, gang, [pod(0, running())], Options(), NOW)
+    (rank,) = [r for r in told.observation.ranks if r.state == "exited"]
     assert rank.exit is not None
     assert (rank.rank, rank.exit.code, rank.exit.reason) == (1, None, "Deleted")
-    stored = replace(given, status=plan(given, told.seen, NOW).status)
+    stored = replace(given, status=plan(given, told.observation, Now.at(NOW)).status)
     assert stored.status.ranks[1].phase == "Failed"
-    again = look(stored, gang, [pod(0, running())], Options(), NOW)
-    assert [r.rank for r in again.seen.ranks if r.state == "exited"] == []
+    again = observe_gang(stored, gang, [pod(0, running())], Options(), NOW)
+    assert [r.rank for r in again.observation.ranks if r.state == "exited"] == []
 
 
 def test_a_pod_that_is_gone_is_told_of_before_its_successor() -> None:
@@ -385,13 +391,13 @@ def test_a_pod_that_is_gone_is_told_of_before_its_successor() -> None:
     successor = pod(0, running(NOW - 20), restarts=1, made_at=NOW - 25)
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
     for _ in range(3):
-        view = look(given, job(), [successor], Options(), NOW, departed=Departed([gone]))
+        view = observe_gang(given, job(), [successor], Options(), NOW, deleted=DeletedState([gone]))
         assert view.may_go == view.leaving == []
-        given = replace(given, status=plan(given, view.seen, NOW).status)
+        given = replace(given, status=plan(given, view.observation, Now.at(NOW)).status)
     rank = given.status.ranks[0]
     assert (rank.phase, rank.restarts, rank.pod_name) == ("Running", 1, name_of(successor))
-    assert rank.previous is not None  # after the second look and after the third
-    assert (rank.previous.code, rank.previous.reason) == (7, "Deleted")
+    assert rank.previous_exit is not None  # after the second look and after the third
+    assert (rank.previous_exit.code, rank.previous_exit.reason) == (7, "Deleted")
 
 
 def alive(rank: int) -> RankStatus:
@@ -420,9 +426,9 @@ def test_an_exit_that_nobody_knows_is_unknown_and_never_zero(
 ) -> None:
     gang = job(annotations={SHRINKS: shrinks}) | {"status": status}
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
-    departed = Departed([], frozenset({name_of(pod(0))}))
-    (told,) = [r for r in look(given, gang, [], Options(), NOW, departed=departed).seen.ranks
-               if r.rank == 0]  # fmt: skip
+    deleted = DeletedState([], frozenset({name_of(pod(0))}))
+    view = observe_gang(given, gang, [], Options(), NOW, deleted=deleted)
+    (told,) = [r for r in view.observation.ranks if r.rank == 0]
     assert told.exit is not None
     assert (told.exit.code, told.exit.reason) == (code, reason)
     assert told.exit.is_stopped == (reason == "Stopped")
@@ -433,9 +439,9 @@ def test_a_successor_has_not_exited_because_its_index_is_complete() -> None:
     gang = job() | {"status": {"completedIndexes": "0"}}
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
     successor = pod(0, ended(0, "Completed"), phase="Succeeded", restarts=1, made_at=NOW - 25)
-    departed = Departed([], frozenset({name_of(pod(0))}))
-    view = look(given, gang, [successor], Options(), NOW, departed=departed)
-    told = view.seen.ranks[0].exit
+    deleted = DeletedState([], frozenset({name_of(pod(0))}))
+    view = observe_gang(given, gang, [successor], Options(), NOW, deleted=deleted)
+    told = view.observation.ranks[0].exit
     assert told is not None
     assert (told.code, view.has_more) == (None, True)
 
@@ -443,14 +449,14 @@ def test_a_successor_has_not_exited_because_its_index_is_complete() -> None:
 def test_a_rank_that_has_a_pod_is_told_of_by_the_pod() -> None:
     gang = job()
     gang["status"] = {"failedIndexes": "1"}
-    found = only(seen(pod(1, ended(3), phase="Failed"), gang=gang))
+    found = only(observation(pod(1, ended(3), phase="Failed"), gang=gang))
     assert found.exit is not None
     assert found.exit.code == 3
 
 
 def test_a_pod_that_is_being_deleted_or_scaled_away_is_stopping() -> None:
     pods = [pod(0, running()), pod(1, running(), left_at=NOW - 1), pod(2, running())]
-    ranks = seen(*pods, gang=job(2)).seen.ranks
+    ranks = observation(*pods, gang=job(2)).observation.ranks
     assert [(r.rank, r.state, r.is_stopping) for r in ranks] == [
         (0, "running", False),
         (1, "running", True),
@@ -471,7 +477,9 @@ def ended_as(gang: Json, given: Training | None = None) -> Status:
     given = given or training(
         world_size=WorldSize(min=1, target=3, max=3), status=Status(desired=desired)
     )
-    return plan(given, look(given, gang, [], Options(), NOW).seen, NOW).status
+    return plan(
+        given, observe_gang(given, gang, [], Options(), NOW).observation, Now.at(NOW)
+    ).status
 
 
 def test_a_gang_that_ended_well_is_known_by_what_its_job_counts() -> None:
@@ -511,7 +519,9 @@ def test_an_attempt_that_nobody_saw_counts_also_while_an_earlier_pod_is_there() 
     earlier = pod(0, ended(3, at=NOW - 70), phase="Failed")
     stored = known(0, attempt=int(MADE), started_at=MADE + 5, exit=Exit(code=3, at=1, reason="E"))
     given = training(max_restarts=1, status=Status(ranks=[stored]))
-    told = look(given, counted({"completedIndexes": "0"}), [earlier], Options(), NOW).seen
+    told = observe_gang(
+        given, counted({"completedIndexes": "0"}), [earlier], Options(), NOW
+    ).observation
     (rank,) = [r for r in told.ranks if r.rank == 0]
     assert rank.exit is not None
     assert (rank.exit.code, rank.attempt > stored.attempt) == (0, True)
@@ -519,9 +529,9 @@ def test_an_attempt_that_nobody_saw_counts_also_while_an_earlier_pod_is_there() 
 
 def test_a_rank_whose_end_is_being_read_stays_as_it_was() -> None:
     given = training(status=Status(ranks=[alive(0)]))
-    departed = Departed(sought=frozenset({alive(0).pod_name}), sought_ranks=frozenset({1}))
+    deleted = DeletedState(searching=frozenset({alive(0).pod_name}), searching_ranks=frozenset({1}))
     gang = counted({"failedIndexes": "1"})
-    told = look(given, gang, [], Options(), NOW, departed=departed).seen
+    told = observe_gang(given, gang, [], Options(), NOW, deleted=deleted).observation
     assert [(r.rank, r.state) for r in told.ranks] == [
         (0, "running"),
         (1, "waiting"),
@@ -534,8 +544,8 @@ def test_a_quota_is_told_by_the_ranks_that_wait_for_it_and_by_no_others() -> Non
     given = training()
     stuck = pod(1, {"waiting": {"reason": "ContainerCreating"}}, phase="Pending")
     quota = "exceeded quota: few"
-    view = look(given, job(), [pod(0, running()), stuck], Options(), NOW, trouble=quota)
-    ranks = plan(given, view.seen, NOW).status.ranks
+    view = observe_gang(given, job(), [pod(0, running()), stuck], Options(), NOW, pod_error=quota)
+    ranks = plan(given, view.observation, Now.at(NOW)).status.ranks
     assert quota in ranks[2].message
     assert [quota in rank.message for rank in ranks] == [False, False, True]
     assert ranks[1].message == "its container is being created"
@@ -547,6 +557,6 @@ def test_a_rank_that_ended_by_itself_before_a_scale_down_was_not_stopped(
 ) -> None:
     """A kubelet tells whole seconds, so that the last one before the stop may be after it."""
     gone = pod(2, ended(7, at=NOW - 20), phase="Failed", left_at=NOW - 19)
-    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20 + before_s)))
+    rank = only(observation(gone, gang=shrunk(2, 2, NOW - 20 + before_s)))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason == "Stopped") == (is_stopped, is_stopped)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.backends.kubernetes import read
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import RestoreObjects
-from atoll.backends.kubernetes.names import SHRINKS
-from atoll.backends.kubernetes.pod import CLOCK_SKEW_S
+from atoll.backends.kubernetes.names import SHRINKS, UID
+from atoll.backends.kubernetes.pod import CLOCK_SKEW_S, Pod
 from atoll.backends.kubernetes.read import LEAVING_EVERY_S, LOST_EVERY_S, WAITING_EVERY_S
 from atoll.backends.kubernetes.render import gang_name
+from atoll.core.status import Status
 from tests.unit.backends.kubernetes.kube import (
+    MADE,
     NOW,
     TAINTED,
     Json,
@@ -17,11 +25,12 @@ from tests.unit.backends.kubernetes.kube import (
     Source,
     ended,
     job,
-    look,
+    known,
+    observation,
+    observe_gang,
     only,
     pod,
     running,
-    seen,
     training,
 )
 
@@ -31,7 +40,7 @@ def everybody_runs() -> list[Json]:
 
 
 def test_a_gang_that_runs_is_not_looked_at_before_something_changes() -> None:
-    assert seen(*everybody_runs()).seen.again_in_s is None
+    assert observation(*everybody_runs()).observation.again_in_s is None
 
 
 @pytest.mark.parametrize(
@@ -46,14 +55,14 @@ def test_a_gang_that_runs_is_not_looked_at_before_something_changes() -> None:
 def test_a_gang_of_which_ranks_wait_is_looked_at_again_for_its_timeouts(
     options: Json, expected: float
 ) -> None:
-    assert seen(*everybody_runs()[:2], **options).seen.again_in_s == expected
+    assert observation(*everybody_runs()[:2], **options).observation.again_in_s == expected
 
 
 def test_a_pod_that_leaves_is_looked_at_again_and_one_that_is_lost_sooner() -> None:
-    leaving = pod(2, running(), left_at=NOW - 1, is_held=True)
-    assert seen(*everybody_runs()[:2], leaving).seen.again_in_s == LEAVING_EVERY_S
-    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, is_held=True)
-    assert seen(*everybody_runs()[:2], lost).seen.again_in_s == LOST_EVERY_S
+    leaving = pod(2, running(), left_at=NOW - 1, has_finalizer=True)
+    assert observation(*everybody_runs()[:2], leaving).observation.again_in_s == LEAVING_EVERY_S
+    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, has_finalizer=True)
+    assert observation(*everybody_runs()[:2], lost).observation.again_in_s == LOST_EVERY_S
 
 
 def stuck(rank: int) -> Json:
@@ -63,21 +72,21 @@ def stuck(rank: int) -> Json:
 
 
 def test_objects_that_a_pod_misses_are_made_again() -> None:
-    followups = seen(*everybody_runs()[:2], stuck(2)).seen.followups
+    followups = observation(*everybody_runs()[:2], stuck(2)).observation.followups
     assert [type(followup) for followup in followups] == [RestoreObjects]
-    assert seen(*everybody_runs()).seen.followups == ()
+    assert observation(*everybody_runs()).observation.followups == ()
 
 
 def test_objects_with_code_are_made_again_only_when_the_code_is_at_hand() -> None:
     """It is loaded while the controller applies a wish."""
     script = Source(kind="script", content=b"pass", filename="t.py")
     shipped = training(source=script, command=None)
-    followups = look(shipped, job(), [stuck(2)], Options(), NOW).seen.followups
+    followups = observe_gang(shipped, job(), [stuck(2)], Options(), NOW).observation.followups
     assert RestoreObjects not in [type(followup) for followup in followups]
 
 
 def test_a_rank_that_runs_on_a_node_that_answers_has_nothing_to_say() -> None:
-    assert {rank.message for rank in seen(*everybody_runs()).seen.ranks} == {""}
+    assert {rank.message for rank in observation(*everybody_runs()).observation.ranks} == {""}
 
 
 SHRUNK = job(2, annotations={SHRINKS: f"[[2, {NOW - 20}]]"})
@@ -97,20 +106,84 @@ def test_an_end_just_before_the_stop_is_the_stops_only_where_a_signal_ended_it(
     code: int, before_s: float, is_stopped: bool
 ) -> None:
     gone = pod(2, ended(code, at=NOW - 20 - before_s), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=SHRUNK))
+    rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert rank.exit.is_stopped == is_stopped
 
 
 def test_a_rank_that_ended_and_is_not_leaving_was_not_stopped() -> None:
     stays = pod(2, ended(1, at=NOW - 15), phase="Failed")
-    rank = only(seen(stays, gang=SHRUNK))
+    rank = only(observation(stays, gang=SHRUNK))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_rank_below_the_size_that_somebody_deletes_is_not_excused_by_a_shrink() -> None:
     gone = pod(1, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 16)
-    rank = only(seen(gone, gang=SHRUNK))
+    rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason) == (False, "Deleted")
+
+
+@given(st.data())
+def test_a_steady_pod_is_reported_as_any_other_is(data: st.DataObject) -> None:
+    """The short way for pods that just run reports what the long way reports."""
+    flags = st.booleans()
+    manifests = [
+        pod(
+            rank,
+            running() if data.draw(flags) else ended(1),
+            left_at=NOW - 1 if data.draw(flags) else None,
+            has_finalizer=data.draw(flags),
+            restarts=data.draw(st.integers(0, 2)),
+            conditions={"Ready": {"status": data.draw(st.sampled_from(["True", "False"]))}},
+            gate={"terminated": {"exitCode": 0}} if data.draw(flags) else None,
+        )
+        for rank in data.draw(st.lists(st.integers(0, 4), max_size=6))
+    ]
+    for manifest in manifests:
+        manifest["status"]["hostIP"] = data.draw(st.sampled_from(["10.0.0.1", "10.0.0.2"]))
+    subject = training(status=Status(ranks=[known(0, attempt=int(MADE), pod_name="x")]))
+    gang, silent = job(data.draw(st.integers(0, 5))), {"10.0.0.2"}
+    short, long = ([Pod(manifest) for manifest in manifests] for _ in range(2))
+    for each in long:
+        each.is_steady = False
+    for _ in range(2):  # the second time from what the first has kept
+        views = [
+            read.observe_gang(subject, gang, pods, Options(), NOW, silent=silent)
+            for pods in (short, long)
+        ]
+        assert views[0].observation.ranks == views[1].observation.ranks
+        assert views[0].observation.again_in_s == views[1].observation.again_in_s
+        names = [[p.name for p in view.leaving + view.lost + view.may_go] for view in views]
+        assert names[0] == names[1]
+
+
+def test_a_pod_is_parsed_once_however_often_it_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    parse = Pod.__init__
+
+    def count(self: Pod, manifest: Json) -> None:
+        parsed.append(manifest)
+        parse(self, manifest)
+
+    monkeypatch.setattr(Pod, "__init__", count)
+
+    async def work() -> None:
+        backend = KubernetesBackend(cluster=object(), kubelet_port=None)  # type: ignore[arg-type]
+        backend._clock = lambda: NOW
+        for mirror in (backend._jobs, backend._pods):
+            mirror.is_live = True
+        gang = job()
+        gang["metadata"] |= {"labels": {UID: training().uid}, "name": gang_name(training())}
+        backend._jobs.put(gang)
+        for rank in range(3):
+            manifest = pod(rank, running())
+            manifest["metadata"]["labels"] = {UID: training().uid}
+            backend._pods.put(manifest)
+        for _ in range(5):
+            observation = await backend.observe(training())
+            assert [r.state for r in observation.ranks] == ["running"] * 3
+
+    asyncio.run(work())
+    assert len(parsed) == 3

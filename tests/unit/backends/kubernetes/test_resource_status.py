@@ -62,7 +62,7 @@ def failed(number: int, *, is_each_different: bool) -> RankStatus:
         number,
         "Failed",
         exit=ended,
-        previous=before,
+        previous_exit=before,
         restarts=number,
         attempt=int(scattered_s()),
         started_at=scattered_s(),
@@ -136,7 +136,7 @@ def scattered_exit(dice: random.Random) -> Exit | None:
         failed_at=dice.choice([None, dice.random() * 2e9]),
         message=dice.choice(["", "out of memory", "a b*2"]),
         log_tail=dice.choice([[], ["x"], ["", "-"]]),
-        is_backends_word=dice.random() < 0.3,
+        is_from_backend=dice.random() < 0.3,
     )
 
 
@@ -153,7 +153,7 @@ def scattered_rank(number: int, dice: random.Random) -> RankStatus:
         attempt=dice.randrange(-1, 3),
         started_at=dice.choice([None, dice.random() * 2e9, 0.0]),
         exit=scattered_exit(dice),
-        previous=scattered_exit(dice),
+        previous_exit=scattered_exit(dice),
         metered_s=dice.choice([0.0, dice.random() * 100]),
         missing_since=dice.choice([None, 1.25]),
         is_stopping=dice.random() < 0.3,

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from atoll.agent.records import AttemptFacts, start_record
 from atoll.backends.local import idle
 from atoll.backends.local.idle import Stillness
-from atoll.backends.local.journal import Attempt
 from atoll.logs.segments import LogWriter
 
-RANK = Attempt(3, 1, 0, os.getpid(), 7, 0.0)
+START = start_record(3, 1, 0.0, pid=os.getpid(), startTicks=7)
+RANK = AttemptFacts(3, 1, None, START, None)
 
 
 class Cpu:
@@ -21,7 +22,7 @@ class Cpu:
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Cpu:
     found = Cpu()
 
-    def seconds(attempts: list[Attempt]) -> dict[int, float]:
+    def seconds(attempts: list[AttemptFacts]) -> dict[int, float]:
         return {} if found.used is None else {a.pid: found.used for a in attempts}
 
     monkeypatch.setattr(idle, "cpu_seconds", seconds)
@@ -34,7 +35,7 @@ def test_a_line_a_report_and_cpu_are_moves(tmp_path: Path, cpu: Cpu) -> None:
     log = LogWriter(tmp_path / "logs" / "3")
 
     def quiet(now: float) -> float:
-        return still.quiet_s("u", tmp_path, [RANK], now)[3]
+        return still.idle_s("u", tmp_path, [RANK], now)[3]
 
     assert quiet(100.0) == 0.0
     assert quiet(130.0) == 30.0
@@ -60,9 +61,9 @@ def test_a_line_a_report_and_cpu_are_moves(tmp_path: Path, cpu: Cpu) -> None:
 
 def test_a_rank_that_is_started_again_has_just_moved(tmp_path: Path, cpu: Cpu) -> None:
     still = Stillness()
-    still.quiet_s("u", tmp_path, [RANK], 0.0)
-    assert still.quiet_s("u", tmp_path, [RANK], 9.0) == {3: 9.0}
-    assert still.quiet_s("u", tmp_path, [RANK._replace(attempt=2)], 10.0) == {3: 0.0}
-    assert still.quiet_s("u", tmp_path, [RANK._replace(exit={})], 11.0) == {}
+    still.idle_s("u", tmp_path, [RANK], 0.0)
+    assert still.idle_s("u", tmp_path, [RANK], 9.0) == {3: 9.0}
+    assert still.idle_s("u", tmp_path, [RANK._replace(attempt=2)], 10.0) == {3: 0.0}
+    assert still.idle_s("u", tmp_path, [RANK._replace(exit={})], 11.0) == {}
     still.forget("u")
-    assert still.quiet_s("u", tmp_path, [RANK], 12.0) == {3: 0.0}
+    assert still.idle_s("u", tmp_path, [RANK], 12.0) == {3: 0.0}

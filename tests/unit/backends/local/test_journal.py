@@ -13,27 +13,27 @@ from typing import Any
 
 import pytest
 
+from atoll.agent.records import AttemptFacts, desired_record, start_record
 from atoll.backends.local import journal as journals
 from atoll.backends.local.journal import (
-    Attempt,
     JournalDamaged,
     JournalReader,
     JournalWriter,
     encode_batch,
 )
-from atoll.backends.local.rank_process import lost_record, start_record
+from atoll.backends.local.rank_process import lost_record
 
 
 def start(rank: int, attempt: int = 0, at: float = 1.0) -> Any:
-    return start_record(Attempt(rank, attempt, attempt, 100 + rank, 7, at, up=0.0))
+    return start_record(rank, attempt, at, pid=100 + rank, startTicks=7, up=0.0)
 
 
 def ended(rank: int, attempt: int = 0, at: float = 2.0) -> Any:
-    return lost_record(Attempt(rank, attempt, attempt, 100 + rank, 7, 1.0), {}, at)
+    return lost_record(AttemptFacts(rank, attempt, None, start(rank, attempt), None), {}, at)
 
 
 def accepted(version: int = 1, size: int = 2, at: float = 0.5) -> Any:
-    return {"t": "applied", "version": version, "size": size, "discarded": {}, "at": at}
+    return desired_record(version, size, {}, None, {}, at)
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_two_threads_on_one_reader_neither_skip_nor_repeat_a_record(
         sys.setswitchinterval(interval)
     reader.refresh()
     assert not trouble
-    assert reader.state.attempts == writer.state.attempts
-    assert reader.state.past == writer.state.past
+    assert reader.facts.ranks == writer.facts.ranks
+    assert len(reader.facts.ranks[0]) == 300
 
 
 def test_a_batch_over_the_size_limit_is_never_seen_in_part(
@@ -94,11 +94,11 @@ def test_a_batch_over_the_size_limit_is_never_seen_in_part(
     size = (tmp_path / "journal").stat().st_size
     batch = [start(rank) for rank in range(2)]
     half = len(encode_batch(2, batch)) // 2
-    seen: list[dict[int, Attempt]] = []
+    seen: list[dict[int, Any]] = []
 
     def truncate(file: int, length: int) -> None:
         reader.refresh()  # between the write that stopped short and its rollback
-        seen.append(dict(reader.state.attempts))
+        seen.append(dict(reader.facts.ranks))
         os.truncate(file, length)
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -114,8 +114,8 @@ def test_a_batch_over_the_size_limit_is_never_seen_in_part(
     assert seen == [{}]
     writer.append(batch)
     assert reader.refresh()
-    assert reader.state.attempts == writer.state.attempts
-    assert len(reader.state.attempts) == 2
+    assert reader.facts.ranks == writer.facts.ranks
+    assert len(reader.facts.ranks) == 2
 
 
 def test_a_writer_killed_inside_an_append_leaves_nothing_of_its_batch(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_a_writer_killed_inside_an_append_leaves_nothing_of_its_batch(tmp_path: 
     path.write_bytes(encode_batch(1, [accepted()]) + batch[: len(batch) // 2])
     reader = JournalReader(path)
     reader.refresh()
-    assert reader.state.attempts == {}
+    assert reader.facts.ranks == {}
     writer = JournalWriter(path)
     writer.append([start(1)])
     writer.close()
     assert reader.refresh()
-    assert list(reader.state.attempts) == [1]
+    assert list(reader.facts.ranks) == [1]
 
 
 @pytest.mark.parametrize("is_longer", [True, False])
@@ -147,7 +147,7 @@ def test_a_new_file_in_place_of_the_journal_is_read_from_its_start(
     other.close()
     (tmp_path / "other").replace(tmp_path / "journal")
     reader.refresh()
-    assert reader.state.attempts == other.state.attempts
+    assert reader.facts.ranks == other.facts.ranks
 
 
 def test_a_journal_that_went_back_or_is_gone_is_told_and_what_was_read_stays(
@@ -162,7 +162,7 @@ def test_a_journal_that_went_back_or_is_gone_is_told_and_what_was_read_stays(
         lose()
         with pytest.raises(JournalDamaged):
             reader.refresh()
-        assert list(reader.state.attempts) == [0]
+        assert list(reader.facts.ranks) == [0]
 
 
 DAMAGES = {
@@ -193,8 +193,8 @@ def test_damage_is_told_and_a_later_writer_goes_on_from_what_is_whole(
     after.append([accepted(2)])
     after.close()
     reader.refresh()
-    assert reader.state.version == 2
-    assert reader.state.attempts == after.state.attempts
+    assert reader.facts.version == 2
+    assert reader.facts.ranks == after.facts.ranks
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, "gone", "emptied", "older", "folder gone"])
@@ -218,9 +218,9 @@ def test_the_writer_puts_back_what_somebody_did_to_its_file(
     writer.append([ended(0)])
     writer.restore()
     reader.refresh()
-    assert reader.state.attempts == writer.state.attempts
+    assert reader.facts.ranks == writer.facts.ranks
     again = JournalWriter(path)
-    assert again.state.attempts == writer.state.attempts
+    assert again.facts.ranks == writer.facts.ranks
     again.close()
 
 
@@ -242,7 +242,7 @@ def test_time_goes_on_in_another_boot_and_ends_are_dated_by_the_last_sign_of_lif
     assert not later.is_of_this_boot()
     later.append([{**accepted(2), **later.stamp()}])
     assert later.is_of_this_boot()
-    assert later.state.time("another", journals.time.monotonic()) == pytest.approx(
+    assert journals.time_of(later.facts, "another", journals.time.monotonic()) == pytest.approx(
         later.now(), abs=1.0
     )
     later.close()

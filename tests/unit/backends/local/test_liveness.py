@@ -108,12 +108,12 @@ def test_keeper_that_runs_deals_with_its_supervisor_itself() -> None:
 
 def test_signal_never_reaches_another_process_of_that_pid(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as bystander:
-        born = processes.born(bystander.pid)
-        send(Life(bystander.pid, born - 1, True, True, ()), signal.SIGKILL)
-        assert processes.is_running(bystander.pid, born)
-        (tmp_path / "keeper").write_text(f"{bystander.pid} {born - 1}")
+        start_ticks = processes.start_ticks(bystander.pid)
+        send(Life(bystander.pid, start_ticks - 1, True, True, ()), signal.SIGKILL)
+        assert processes.is_running(bystander.pid, start_ticks)
+        (tmp_path / "keeper").write_text(f"{bystander.pid} {start_ticks - 1}")
         assert pair_of(tmp_path) == Pair(None, None)
-        (tmp_path / "keeper").write_text(f"{bystander.pid} {born}")
+        (tmp_path / "keeper").write_text(f"{bystander.pid} {start_ticks}")
         keeper = pair_of(tmp_path).keeper
         assert keeper is not None
         assert keeper.pid == bystander.pid
@@ -161,7 +161,7 @@ def test_a_supervisor_that_has_only_just_begun_does_not_die_of_being_asked() -> 
         try:
             until(lambda: processes.catches(ready.pid, signal.SIGHUP))
             for each in (begun, ready):
-                ask_to_restore(Life(each.pid, processes.born(each.pid), False, True, ()))
+                ask_to_restore(Life(each.pid, processes.start_ticks(each.pid), False, True, ()))
             assert ready.stdout is not None
             assert ready.stdout.readline() == b"asked\n"
             assert begun.poll() is None

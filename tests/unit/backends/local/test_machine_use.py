@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from atoll.agent.records import AttemptFacts, start_record
 from atoll.backends.local import processes
-from atoll.backends.local.journal import Attempt
 from atoll.backends.local.machine_use import UseMeter
 
 CHILD = (
@@ -27,7 +27,7 @@ CHILD = (
 
 
 @pytest.fixture
-def rank() -> Iterator[Attempt]:
+def rank() -> Iterator[AttemptFacts]:
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD],
         stdin=subprocess.PIPE,
@@ -37,11 +37,13 @@ def rank() -> Iterator[Attempt]:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.readline()
-    yield Attempt(0, 1, 0, process.pid, processes.born(process.pid), 0.0)
+    ticks = processes.start_ticks(process.pid)
+    start = start_record(0, 1, 0.0, pid=process.pid, startTicks=ticks)
+    yield AttemptFacts(0, 1, None, start, None)
     process.communicate(timeout=30)
 
 
-def test_a_rank_is_measured_with_the_processes_it_started(rank: Attempt) -> None:
+def test_a_rank_is_measured_with_the_processes_it_started(rank: AttemptFacts) -> None:
     meter = UseMeter()
     first = meter.measure([rank])[rank.pid]
     assert "cpu" not in first, "nothing to compare with yet: absent, not 0"
@@ -55,8 +57,8 @@ def test_a_rank_is_measured_with_the_processes_it_started(rank: Attempt) -> None
     assert busy > 0
 
 
-def test_a_process_that_ended_or_has_another_birth_is_absent(rank: Attempt) -> None:
+def test_a_process_that_ended_or_has_another_birth_is_absent(rank: AttemptFacts) -> None:
     meter = UseMeter()
-    assert meter.measure([rank._replace(born=1)]) == {}
+    assert meter.measure([rank._replace(start={**(rank.start or {}), "startTicks": 1})]) == {}
     assert meter.measure([rank._replace(exit={"code": 0})]) == {}
-    assert meter.measure([rank._replace(pid=2**22 - 1)]) == {}
+    assert meter.measure([rank._replace(start={**(rank.start or {}), "pid": 2**22 - 1})]) == {}

@@ -20,7 +20,7 @@ from atoll.code.archive import pack
 from atoll.controller.loop import Controller
 from atoll.core.config import parse
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.executors import Home, load
+from atoll.core.executors import PlaneContext, load
 from atoll.core.spec import Code, RendezvousSpec, Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
 from atoll.store.memory import MemoryStore
@@ -143,9 +143,9 @@ def test_a_look_is_one_question_however_many_ranks(uri: str, stand_in: ModalStan
             now = await there.until_running(training, 4)
             stand_in.calls.clear()
             there.backend.sandboxes.questions.clear()
-            seen = await there.backend.observe(now)
+            observation = await there.backend.observe(now)
             looks = there.backend.sandboxes.questions["list"]
-            assert len(seen.ranks) == 4
+            assert len(observation.ranks) == 4
             assert set(there.backend.sandboxes.questions) == {"list"}
             assert stand_in.calls["SandboxListV2"] == looks
             await there.change(now, cancel=True)
@@ -254,10 +254,10 @@ def test_another_process_finds_what_runs_and_how_it_ended(uri: str, stand_in: Mo
         ends: list[Any] = []
         while not ends:
             assert time.monotonic() < deadline
-            seen = await other.observe(now)
-            for followup in seen.followups:
+            observation = await other.observe(now)
+            for followup in observation.followups:
                 await other.perform(now, followup)
-            ends = [rank for rank in seen.ranks if rank.exit is not None]
+            ends = [rank for rank in observation.ranks if rank.exit is not None]
             await asyncio.sleep(0.05)
         (end,) = ends
         assert (end.rank, end.exit.code, end.exit.reason) == (1, 137, "OOMKilled")
@@ -269,7 +269,7 @@ def test_another_process_finds_what_runs_and_how_it_ended(uri: str, stand_in: Mo
                 break
             await asyncio.sleep(0.1)
         assert stand_in.running() == []
-        assert await other.observe(now) == type(seen)(has_gate=True)
+        assert await other.observe(now) == type(observation)(has_gate=True)
 
     run(work)
 
@@ -397,12 +397,12 @@ def test_by_its_name_in_the_configuration(stand_in: ModalStandIn, tmp_path: Path
     text = '[executors.cloud]\nkind = "modal"\nstore = "s3://b/runs"\nregion = ["us-east"]\n'
     config = parse(text, "atoll.toml")
     made = config.executors["cloud"]
-    backend = load(made.kind).configured("cloud", made.options, Home(tmp_path, "p"))
+    backend = load(made.kind).configured("cloud", made.options, PlaneContext(tmp_path, "p"))
     assert backend.name == "cloud"
     asyncio.run(backend.probe())  # type: ignore[attr-defined]
     assert stand_in.calls["ClientHello"] == 1
     with pytest.raises(ValidationError, match="store"):
-        load("modal").configured("c", {"store": "file:///x"}, Home(tmp_path, "p"))
+        load("modal").configured("c", {"store": "file:///x"}, PlaneContext(tmp_path, "p"))
 
 
 def test_without_credentials_the_executor_says_what_to_set(
@@ -411,7 +411,7 @@ def test_without_credentials_the_executor_says_what_to_set(
     monkeypatch.delenv("MODAL_TOKEN_ID")
     monkeypatch.delenv("MODAL_TOKEN_SECRET")
     with pytest.raises(Permanent, match="modal token new.*MODAL_TOKEN_ID"):
-        load("modal").configured("c", {}, Home(tmp_path, "p"))
+        load("modal").configured("c", {}, PlaneContext(tmp_path, "p"))
 
 
 def test_a_training_that_can_never_run_is_refused_before_anything_is_made(

@@ -21,7 +21,7 @@ from atoll.backends.sagemaker.options import SageMakerOptions
 from atoll.code.archive import pack
 from atoll.controller.loop import Controller
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.executors import Home, load
+from atoll.core.executors import PlaneContext, load
 from atoll.core.spec import RendezvousSpec, Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
 from atoll.store.memory import MemoryStore
@@ -167,11 +167,11 @@ def test_spot_that_starts_a_rank_again_behind_our_back_harms_nothing(
             assert over.status.phase == "succeeded"
             assert (tmp_path / "ran").read_text() == "0 0\n0 1\n"
             (rank,) = over.status.ranks
-            assert rank.previous is not None
-            assert rank.previous.code == 143
+            assert rank.previous_exit is not None
+            assert rank.previous_exit.code == 143
             job.wait()
             if again_s:  # there was time to see it, and to end it for good
-                assert rank.previous.reason == "Preempted"
+                assert rank.previous_exit.reason == "Preempted"
             else:
                 assert job.runs == 2
             assert job.request["EnableManagedSpotTraining"] is True
@@ -427,7 +427,7 @@ def test_without_credentials_or_a_region_it_is_one_line(monkeypatch: pytest.Monk
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonesuch")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonesuch")
-    kind, home = load("sagemaker"), Home(Path("/tmp"), "plane")
+    kind, home = load("sagemaker"), PlaneContext(Path("/tmp"), "plane")
     for options, words in (
         ({}, "needs a region: the option region, or AWS_REGION$"),
         ({"region": "eu-west-1"}, "needs AWS credentials: aws configure"),

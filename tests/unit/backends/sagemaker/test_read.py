@@ -8,7 +8,7 @@ import botocore.session
 import pytest
 
 from atoll.backends.sagemaker.read import State, lacks_capacity, read_end, read_summary
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 
 
 def summary(status: str, second: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def summary(status: str, second: str) -> dict[str, Any]:
 def test_a_list(status: str, second: str, state: str, reason: str) -> None:
     job = read_summary(summary(status, second))
     assert (job.state, job.reason) == (state, reason)
-    assert job.is_again == (second == "Interrupted")
+    assert job.is_repeated == (second == "Interrupted")
 
 
 def test_every_state_of_the_model_has_a_meaning() -> None:
@@ -46,20 +46,20 @@ def test_every_state_of_the_model_has_a_meaning() -> None:
     ("job", "reason"),
     [
         ({"FailureReason": "AlgorithmError: , exit code: 137"}, ""),  # the text is no exit code
-        ({"FailureReason": "InternalServerError: try again"}, RankEnd.HOST_LOST),
-        ({"FailureReason": "ClientError: Cannot find repository"}, RankEnd.REJECTED),
+        ({"FailureReason": "InternalServerError: try again"}, ExitReason.HOST_LOST),
+        ({"FailureReason": "ClientError: Cannot find repository"}, ExitReason.REJECTED),
         (
             {"FailureReason": "ClientError: Please use an instance type with more memory"},
-            RankEnd.OOM_KILLED,
+            ExitReason.OOM_KILLED,
         ),
-        ({"SecondaryStatusTransitions": [{"Status": "Interrupted"}]}, RankEnd.PREEMPTED),
-        ({"TrainingJobStatus": "Stopped", "SecondaryStatus": "Stopped"}, RankEnd.DELETED),
+        ({"SecondaryStatusTransitions": [{"Status": "Interrupted"}]}, ExitReason.PREEMPTED),
+        ({"TrainingJobStatus": "Stopped", "SecondaryStatus": "Stopped"}, ExitReason.DELETED),
     ],
 )
 def test_why_a_job_ended(job: dict[str, Any], reason: str) -> None:
     end = read_end(summary("Failed", "Failed") | job)
     assert (end.state, end.reason) == ("ended", reason)
-    assert end.words.startswith("SageMaker: ")
+    assert end.message.startswith("SageMaker: ")
 
 
 def test_no_capacity_is_no_failure() -> None:

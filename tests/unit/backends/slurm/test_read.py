@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.observe import BackendJob
+from atoll.backends.records import JobState
 from atoll.backends.slurm.read import best_of, exit_status, expand, job_of, read_queue
 from atoll.core.errors import Temporary
 
@@ -43,7 +43,7 @@ def asked(*jobs: dict[str, Any], **more: Any) -> Any:
 def test_a_running_task(shape: Any) -> None:
     (task,) = asked(shape())
     assert (task.uid, task.key, task.array, task.task) == ("abc", (1, 0), 60, 1)
-    assert task.job == BackendJob("running", "", "Slurm: RUNNING", "n1")
+    assert task.job == JobState("running", "", "Slurm: RUNNING", "n1")
 
 
 @pytest.mark.parametrize("none", [None, _set(None)])
@@ -55,7 +55,7 @@ def test_a_pending_array_is_one_entry(none: Any) -> None:
         )
     )  # fmt: skip
     assert [task.key for task in tasks] == [(1000, 1), (1001, 1), (1002, 1), (1007, 1)]
-    assert tasks[0].job == BackendJob("pending", "", "in the queue of main: Resources")
+    assert tasks[0].job == JobState("pending", "", "in the queue of main: Resources")
 
 
 def test_jobs_of_others_are_left_out() -> None:
@@ -104,13 +104,13 @@ def test_what_may_still_run_has_not_ended(states: Any) -> None:
 
 
 def test_a_job_that_its_host_could_not_launch_was_given_up() -> None:
-    assert job_of(old(job_state="CANCELLED")).is_given_up
-    assert not job_of(old(job_state="CANCELLED", nodes="")).is_given_up  # it waited
+    assert job_of(old(job_state="CANCELLED")).is_withdrawn
+    assert not job_of(old(job_state="CANCELLED", nodes="")).is_withdrawn  # it waited
 
 
 def test_a_requeued_job_is_started_again() -> None:
-    assert job_of(old(job_state="PENDING", restart_cnt=1)).is_again
-    assert job_of(new(job_state=["PENDING", "REQUEUED"])).is_again
+    assert job_of(old(job_state="PENDING", restart_cnt=1)).is_repeated
+    assert job_of(new(job_state=["PENDING", "REQUEUED"])).is_repeated
     assert job_of(old(job_state="SUSPENDED")).is_paused
 
 

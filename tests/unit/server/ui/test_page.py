@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.html import training_html
 from atoll.core.model import encode
 from atoll.core.phase import Phase
@@ -62,7 +62,7 @@ def test_a_failure_is_told_in_order_with_the_first_one_marked() -> None:
         started_at=NOW - 50,
         last_resize=Resize(from_target=2, to_target=4, at=NOW - 45),
     )
-    page = page_of(bad, Time(NOW))
+    page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
     assert page.cause.headline == "Rank 2 exited with code 7"
     assert page.cause.before == "scaled 2 → 4, 40 s earlier"
@@ -88,7 +88,7 @@ def test_ranks_that_failed_alike_are_not_called_stopped() -> None:
     ]
     ranks = [RankStatus(rank=rank, phase="Failed", attempt=0) for rank in range(2)]
     bad = world(2, phase=Phase.FAILED, root_cause=exits[1], rank_exits=exits, ranks=ranks)
-    page = page_of(bad, Time(NOW))
+    page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
     assert page.cause.headline == "Both ranks failed alike: ValueError: oops (rank 1 first)"
     assert [line.text for line in page.timeline] == [page.cause.headline]
@@ -110,7 +110,7 @@ def test_lists_of_ranks_that_are_cut_say_how_many_more() -> None:
         *(replace(first, rank=n, exit_code=n, collateral=True) for n in range(2, 120, 2)),
     ]
     bad = world(200, phase=Phase.FAILED, root_cause=first, rank_exits=exits, ranks=ranks)
-    page = page_of(bad, Time(NOW))
+    page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
     assert page.cause.neighbours == "ranks 1-199"
     assert (len(page.ranks), page.odd_ranks) == (50, 200)
@@ -119,7 +119,7 @@ def test_lists_of_ranks_that_are_cut_say_how_many_more() -> None:
 
 def test_an_exit_that_nobody_knows_is_unknown_and_not_zero() -> None:
     lost = RankExit(rank=0, exit_code=None, termination_reason="HostLost", ended_at=NOW)
-    page = page_of(world(1, phase=Phase.FAILED, root_cause=lost, rank_exits=[lost]), Time(NOW))
+    page = page_of(world(1, phase=Phase.FAILED, root_cause=lost, rank_exits=[lost]), Now.at(NOW))
     assert page.tally["unknown"] == 1
     assert page.cause is not None
     assert page.cause.exit.startswith("unknown")
@@ -130,10 +130,10 @@ def test_a_thousand_ranks_are_cells_and_their_exceptions() -> None:
     odd = Exit(code=1, at=NOW, reason="Error")
     ranks = list(large.status.ranks)
     ranks[700] = msgspec.structs.replace(ranks[700], phase="Failed", exit=odd)
-    ranks[3] = msgspec.structs.replace(ranks[3], restarts=2, previous=odd)
+    ranks[3] = msgspec.structs.replace(ranks[3], restarts=2, previous_exit=odd)
     page = page_of(
         msgspec.structs.replace(large, status=msgspec.structs.replace(large.status, ranks=ranks)),
-        Time(NOW),
+        Now.at(NOW),
     )
     assert len(page.cells) == 1_000
     assert page.cells[700] == "F"
@@ -142,13 +142,13 @@ def test_a_thousand_ranks_are_cells_and_their_exceptions() -> None:
 
 
 def test_no_value_of_a_variable_is_sent() -> None:
-    assert b"secret" not in encode(page_of(world(2), Time(NOW)))
+    assert b"secret" not in encode(page_of(world(2), Now.at(NOW)))
 
 
 def test_resizes_are_told_and_restarted_ranks_have_a_letter_of_their_own() -> None:
     points = [WorldPoint(at=float(at), target=t, ready=0) for at, t in enumerate((2, 2, 4, 3))]
     ranks = [RankStatus(rank=r, phase="Running", restarts=int(r == 3)) for r in range(200)]
-    page = page_of(world(200, ranks=ranks, world_size_history=points), Time(NOW, NOW))
+    page = page_of(world(200, ranks=ranks, world_size_history=points), Now.at(NOW, NOW))
     assert [(each.from_target, each.to_target) for each in page.resizes] == [(2, 4), (4, 3)]
     assert page.cells[:5] == "RRRrR"
 
@@ -156,10 +156,10 @@ def test_resizes_are_told_and_restarted_ranks_have_a_letter_of_their_own() -> No
 def test_several_ranks_were_killed_and_a_narrow_column_says_it_short() -> None:
     killed = Exit(code=137, at=NOW - 9, reason="OOMKilled", signal="SIGKILL")
     ranks = [
-        RankStatus(rank=r, phase="Failed", exit=killed, previous=killed, restarts=1)
+        RankStatus(rank=r, phase="Failed", exit=killed, previous_exit=killed, restarts=1)
         for r in range(3)
     ]
-    page = page_of(world(3, ranks=ranks), Time(NOW, NOW))
+    page = page_of(world(3, ranks=ranks), Now.at(NOW, NOW))
     assert [line.short for line in page.ranks] == ["exit 137 OOMKilled"] * 3
     [again] = [each.text for each in page.timeline if "again" in each.text]
     assert again.startswith("Ranks 0-2 were killed by SIGKILL")

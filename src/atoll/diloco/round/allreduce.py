@@ -1,0 +1,369 @@
+"""ObjectStoreAllReduce: the mean of everybody's tensors, through nothing but an object store."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from atoll.core.errors import BackendError, BelowMinimumWorld, DistributedError, ValidationError
+from atoll.diloco.allreduce import layout as tensors_of
+from atoll.diloco.allreduce.arguments import (
+    MAX_REPLICAS,
+    MAX_ROUNDS,
+    as_lists,
+    check_seconds,
+    read_complete,
+    read_min,
+    read_round,
+    read_run_id,
+    read_weight,
+)
+from atoll.diloco.allreduce.codecs import Codec, get_codec
+from atoll.diloco.allreduce.start import read_start
+from atoll.diloco.round.cells import bytes_of, checksum
+from atoll.diloco.round.driver import RoundDriver
+from atoll.diloco.round.effects import DROPPED, BelowMinimum, Offer, RoundConfig, RoundResult, Stuck
+from atoll.diloco.round.layout import Cut, RunLayout, Share, TensorSpec, Vector
+from atoll.diloco.round.objects import DONE, FAILED
+from atoll.diloco.round.pace import Pace
+from atoll.diloco.round.reduce import Fragment, ReplicaValues
+from atoll.objectstore import ObjectStore, Traffic
+
+THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
+OUTER = "mean"  # the outer rule of a plain all-reduce: the result is the mean
+
+
+class MeanTarget:
+    """The outer step of a plain all-reduce: the mean is the result, and there is no state."""
+
+    def __init__(self) -> None:
+        self.out: Vector = np.empty(0, np.float32)
+
+    @property
+    def rows(self) -> Mapping[str, Vector]:
+        return {}
+
+    def step(self, round: int, start: int, mean: Vector) -> None:
+        if self.out.size:  # rounds that were missed are read, too
+            self.out[start : start + mean.size] = mean
+
+
+@dataclass(frozen=True)
+class AllReduceReport:
+    """How one call went, as this replica saw it.
+
+    `members`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
+    replica's are; if not, they go with its next call. `missing`: ranks that were waited for.
+    """
+
+    round: int
+    members: dict[int, float]
+    is_member: bool
+    missing: list[int]
+    requests: int
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+
+
+class _Stream:
+    """The rounds of tensors of one name: a run of its own in the store."""
+
+    def __init__(self, owner: ObjectStoreAllReduce, name: str, layout: RunLayout) -> None:
+        self.layout = layout
+        codecs = (owner.codec, owner.mean_codec)
+        cut = Cut(sum(spec.size for spec in layout.fragments[0]), owner.world_size, codecs)
+        self.target = MeanTarget()
+        self.fragment = Fragment(Share(cut), self.target)
+        nonce = secrets.token_hex(8)
+        self.values = ReplicaValues(
+            owner.store,
+            _prefix_of(owner.run_id, name),
+            owner.rank,
+            nonce,
+            [self.fragment],
+            *codecs,
+            owner.pool,
+        )
+        start = owner.start
+        config = RoundConfig(
+            owner.rank,
+            owner.world_size,
+            nonce,
+            layout.digest,
+            cut.shards,
+            (cut.cells,),
+            launch=start.launch or "none",
+            quorum=owner.min_replicas,
+            together=tuple(range(start.together or 0)),
+            timeout_s=owner.timeout_s,
+            keep=owner.keep_rounds,
+            checkpoint_every=1,  # it is empty, and a joiner reads no old means
+        )
+        pace = Pace(
+            owner.timeout_s,
+            grace_s=owner.grace_s,
+            is_folder=owner.store.is_folder,
+            max_pause_s=owner.poll_interval_s,
+        )
+        self.driver = RoundDriver(self.values, layout, config, pace)
+        self.is_open = False
+        self.pending: int | None = None  # the checksum of what a call that failed brought
+        self.offset = 0  # from the machine's rounds to the caller's
+
+
+class ObjectStoreAllReduce:
+    """Averages lists of tensors over the replicas of a run.
+
+    `allreduce` must be called by every replica, with tensors of the same shapes and types. When
+    a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are
+    there. The default for that is half of a launch, $ATOLL_WORLD_MIN in a training, else half of
+    the world, rounded up. The first round waits, until its timeout, for $ATOLL_STARTED_TOGETHER
+    replicas, unless `grace_s` or `min_replicas` is given; it needs more than half of a launch.
+
+    A run is a URI together with `run_id` (default $ATOLL_RUN_ID, $ATOLL_UID, else "run"). A process
+    that comes to a run where rounds have been decided goes on with the next one, so a restarted
+    replica needs nothing but the same arguments. Independent runs need their own URI or id.
+
+    What a replica brings counts once: values that came too late for a round, and what a lossy codec
+    left out, go with its next call.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | ObjectStore,
+        rank: int,
+        world_size: int,
+        *,
+        round_id: int | None = None,
+        timeout_s: float = 1800.0,
+        poll_interval_s: float = 1.0,
+        min_replicas: int | None = None,
+        run_id: str | None = None,
+        codec: str | Codec = "fp32",
+        mean_codec: str | Codec | None = None,
+        grace_s: float | None = None,
+        keep_rounds: int = 2,
+    ) -> None:
+        """`round_id`: the number of the first round that is done; None: that of the run.
+
+        `poll_interval_s`: the longest pause between two looks at the store. `grace_s`: how long
+        stragglers and owners are waited for; None learns it from the rounds. `mean_codec`: of the
+        means; None: as `codec`.
+        """
+        self.world_size = read_complete("world_size", world_size, 1, MAX_REPLICAS)
+        self.rank = read_complete("rank", rank, 0, self.world_size - 1)
+        self.min_replicas = read_min(min_replicas, self.world_size)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("poll_interval_s", poll_interval_s)
+        if grace_s is not None:
+            check_seconds("grace_s", grace_s)
+        self.timeout_s, self.poll_interval_s, self.grace_s = timeout_s, poll_interval_s, grace_s
+        self.codec = get_codec(codec)
+        self.mean_codec = self.codec if mean_codec is None else get_codec(mean_codec, "mean_codec")
+        self.run_id = read_run_id(run_id)
+        self.keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MAX_ROUNDS)
+        self.start = read_start(self.world_size, self.min_replicas, min_replicas, grace_s)
+        self.store = uri if isinstance(uri, ObjectStore) else ObjectStore.open(uri)
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
+        self.last_round: AllReduceReport | None = None
+        self._first_round = read_round(round_id)
+        self._streams: dict[str, _Stream] = {}
+        self._residuals: dict[str, Vector] = {}
+        self._lock = threading.Lock()
+        self._has_left = self._is_closed = False
+
+    @property
+    def round(self) -> int | None:
+        """The round that the next `allreduce` does; None until the store was asked."""
+        stream = next(iter(self._streams.values()), None)
+        return self._first_round if stream is None else stream.driver.round + stream.offset
+
+    def allreduce(
+        self, tensors: Any, name: str = "", *, weight: float = 1.0, out: Any = None
+    ) -> Any:
+        """The weighted mean over the members of a round: a list like `tensors`, or one tensor.
+
+        `out`: tensors like `tensors`, or those themselves, to hold the mean; they are what is
+        returned. If the call fails, `tensors` are as they were, and other tensors in `out` hold
+        anything.
+
+        `name` tells apart streams of tensors; each has its own rounds. Raises BelowMinimumWorld
+        when no quorum came within the timeout, ValidationError when the replicas' tensors differ.
+        """
+        tensors, out, is_one = as_lists(tensors, out)
+        arrays = tensors_of.as_arrays(tensors)
+        layout, weight = self._describe(arrays), read_weight(weight)
+        if out is not None:
+            tensors_of.check_out(out, arrays)
+            tensors_of.refuse_shared(out)
+        with self._lock:
+            if self._is_closed:
+                raise DistributedError("this all-reduce is closed: make another one")
+            mean = self._reduce(name, layout, arrays, weight, out)
+        means = tensors_of.unflatten(mean, arrays) if out is None else tensors_of.fill(mean, out)
+        return means[0] if is_one else means
+
+    def _describe(self, arrays: Sequence[Any]) -> RunLayout:
+        old = tensors_of.describe(arrays, shards=1, codec="fp32", down_codec="fp32", name="")
+        specs = tuple(TensorSpec(spec.dtype, spec.shape) for spec in old.tensors)
+        return RunLayout((specs,), self.world_size, self.codec.name, self.mean_codec.name, OUTER)
+
+    def _reduce(
+        self, name: str, layout: RunLayout, arrays: Sequence[Any], weight: float, out: Any
+    ) -> Vector:
+        before, began = self.store.traffic, time.monotonic()
+        stream = self._streams.get(name)
+        if stream is not None and stream.layout != layout:
+            raise ValidationError(
+                "tensors", f"{len(arrays)} tensors", stream.layout.difference(layout)
+            )
+        if stream is None:
+            stream = self._streams[name] = _Stream(self, name, layout)
+        self._check_finite(arrays)
+        target = stream.target
+        target.out = room = self._find_room(stream, arrays, out)
+        try:
+            result = self._run(stream, name, arrays, weight)
+        except BaseException:
+            # What the call brought is uploaded, or will be: made again, it goes on with that.
+            stream.pending = _checksum(arrays, room.size)
+            raise
+        finally:
+            target.out = np.empty(0, np.float32)
+        self._report(stream, result, self.store.traffic.since(before), time.monotonic() - began)
+        return room
+
+    def _find_room(self, stream: _Stream, arrays: Sequence[Any], out: Any) -> Vector:
+        """Memory for the mean: that of `out`, if it is one row that no tensor lies in."""
+        vector = None if out is None else tensors_of.as_vector(out)
+        if vector is not None and tensors_of.are_apart(vector, arrays):
+            return vector
+        return np.empty(stream.fragment.share.size, np.float32)
+
+    def _run(self, stream: _Stream, name: str, arrays: Sequence[Any], weight: float) -> RoundResult:
+        driver = stream.driver
+        pending, stream.pending = stream.pending, None
+        try:
+            if not stream.is_open:
+                driver.open()
+                stream.is_open = True
+                if self._first_round is not None:
+                    stream.offset = self._first_round - driver.round
+                if name in self._residuals:
+                    stream.fragment.add(0, self._residuals.pop(name))
+            size = stream.fragment.share.size
+            if driver.machine.is_pending and pending == _checksum(arrays, size):
+                result = driver.run(None)
+            else:
+                driver.prepare()
+                result = self._offer(stream, arrays, weight)
+            while result.fate == DROPPED:  # the run went on without this replica: once more
+                result = self._offer(stream, arrays, weight)
+            return result
+        except BelowMinimum as problem:
+            raise BelowMinimumWorld(
+                str(problem),
+                ready=problem.there,
+                required_min=problem.needs,
+                timeout=self.timeout_s,
+            ) from problem
+        except Stuck as problem:
+            raise DistributedError(str(problem)) from problem
+
+    def _offer(self, stream: _Stream, arrays: Sequence[Any], weight: float) -> RoundResult:
+        stream.fragment.bring(lambda row: tensors_of.flatten(arrays, row))
+        return stream.driver.run(Offer(weight, steps=1))
+
+    def _check_finite(self, arrays: Sequence[Any]) -> None:
+        """Raise ValidationError for what a codec has no code for, before anything is stored."""
+        if not (self.codec.needs_finite or self.mean_codec.needs_finite):
+            return
+        for index, array in enumerate(arrays):
+            values = np.empty(math.prod(array.shape), np.float32)
+            tensors_of.flatten([array], values)
+            if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):
+                bad = float(values[~np.isfinite(values)][0])
+                codecs = f"codecs {self.codec.name!r}, {self.mean_codec.name!r}"
+                raise ValidationError(f"tensors[{index}]", bad, f"{codecs} need finite numbers")
+
+    def _report(self, stream: _Stream, result: RoundResult, used: Traffic, seconds: float) -> None:
+        manifest = stream.driver.last
+        assert manifest is not None
+        self.last_round = AllReduceReport(
+            round=manifest.round + stream.offset,
+            members={member.rank: member.weight for member in manifest.members},
+            is_member=result.fate == "member",
+            missing=list(manifest.missing),
+            requests=used.requests,
+            bytes_up=used.bytes_up,
+            bytes_down=used.bytes_down,
+            seconds=seconds,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank owes, to go on exactly after a planned restart."""
+        return {name: stream.fragment.row.copy() for name, stream in self._streams.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._residuals = {name: np.array(row, np.float32) for name, row in state.items()}
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the others that this replica is done, or has failed with `error`.
+
+        They do not wait for it then. Without $ATOLL_STARTED_TOGETHER only a failure is told.
+        """
+        has_left, self._has_left = self._has_left, True
+        # A store that fails is not asked.
+        is_told = self.start.tells_ends or error is not None
+        if has_left or not is_told or isinstance(error, BackendError):
+            return
+        for stream in self._streams.values():
+            if stream.is_open:
+                stream.driver.leave(DONE if error is None else FAILED)
+
+    def close(self) -> None:
+        """Stop the threads. Objects in the store stay."""
+        self._is_closed = True
+        self.leave()
+        for stream in self._streams.values():
+            stream.driver.close()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave(error)
+        self.close()
+
+
+def _checksum(arrays: Sequence[Any], size: int) -> int:
+    values = np.empty(size, np.float32)
+    tensors_of.flatten(arrays, values)
+    return checksum(bytes_of(values))
+
+
+def _prefix_of(run_id: str, name: str) -> str:
+    """Of the keys of a stream: whatever its name, one that a store takes."""
+    if not name:
+        return f"{run_id}/"
+    plain = re.sub(r"[^A-Za-z0-9_+-]", "_", name)[:40]
+    return f"{run_id}/{plain}-{hashlib.blake2b(name.encode(), digest_size=6).hexdigest()}/"

@@ -1,0 +1,443 @@
+"""RoundDriver: the machine of a round over a real store, a clock, threads and processes.
+
+How a training loop uses it, in every process of a replica, with the same arguments:
+
+    values = ReplicaValues(store, "run/", rank, nonce, fragments, codec, mean_codec, pool)
+    driver = RoundDriver(values, layout, config, pace, group=group)
+    driver.open()                        # joins: the rows of the outer rule hold the run's state
+    while training:
+        ...                              # inner steps on the model
+        driver.prepare()                 # what an earlier call left open is settled
+        fragment = values.fragment(driver.round)
+        fragment.add(0, pseudo_gradient)
+        driver.start(Offer(weight, steps))   # or run(): start and wait
+        ...                              # overlap: more inner steps; one round is in flight
+        result = driver.wait()           # values.has_dropped: go on from the global values
+    driver.leave("done")
+
+Between `start` and `wait` the round's thread alone touches rows and values, the training thread
+alone the model. A call that raised is open: `prepare` settles it. `request_leave` may be called
+from a signal handler: it sets a plain flag, which ends sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from atoll.core.errors import BackendError, DistributedError, NotFound
+from atoll.diloco.allreduce.pool import each
+from atoll.diloco.data.ledger import Ledger
+from atoll.diloco.round import effects as fx
+from atoll.diloco.round import objects
+from atoll.diloco.round.layout import RunLayout
+from atoll.diloco.round.objects import DIRECT, DamagedObject, Manifest, Outcome, Receipt
+from atoll.diloco.round.pace import Pace
+from atoll.diloco.round.pieces import load_pieces, save_piece
+from atoll.diloco.round.protocol import RoundMachine
+from atoll.diloco.round.reduce import ReplicaValues, read_tail
+from atoll.diloco.round.replica_group import (
+    GroupLost,
+    ReplicaGroup,
+    Reply,
+    SingleProcess,
+    Word,
+    portable,
+)
+
+R = TypeVar("R")
+
+MAX_SMALL_BYTES = 64 << 20  # of a manifest, a checkpoint's index, a block of history
+EMPTY_WORD_S = 5.0  # the other processes' flags and deaths are learned of so often
+# A flag that a signal handler sets is looked at so often: an Event could be locked by the very
+# thread that the handler interrupts.
+FLAG_S = 0.05
+
+log = logging.getLogger("atoll.round")
+
+
+@dataclass(frozen=True, slots=True)
+class _StepDirect:
+    """ApplyMeans of a direct round, with the receipts that the leader has read."""
+
+    manifest: Manifest
+    receipts: Mapping[str, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """LoadCheckpoint, with the index that the leader has read."""
+
+    meta: objects.Checkpoint
+
+
+class _RecordedMemory:
+    """The leader's local memory: calls are made at once, and go with the next word."""
+
+    def __init__(self, values: ReplicaValues) -> None:
+        self._values = values
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    @property
+    def fresh(self) -> Any:
+        return self._values.fresh
+
+    def begin(self, manifest: Manifest) -> None:
+        self._call("begin", manifest)
+
+    def settle(self, manifest: Manifest, outcomes: Mapping[str, Outcome]) -> None:
+        self._call("settle", manifest, dict(outcomes))
+
+    def drop(self) -> None:
+        self._call("drop")
+
+    def end(self, manifest: Manifest) -> None:
+        self._call("end", manifest)
+
+    def _call(self, name: str, *args: Any) -> None:
+        getattr(self._values, name)(*args)
+        self.calls.append((name, args))
+
+    def take_calls(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        calls, self.calls = tuple(self.calls), []
+        return calls
+
+
+class RoundDriver:
+    """One process of a replica in the rounds of a run."""
+
+    def __init__(
+        self,
+        values: ReplicaValues,
+        layout: RunLayout,
+        config: fx.RoundConfig,
+        pace: Pace,
+        *,
+        ledger: Ledger | None = None,
+        group: ReplicaGroup | None = None,
+    ) -> None:
+        self.values, self.layout, self.config = values, layout, config
+        self.group: ReplicaGroup = SingleProcess() if group is None else group
+        self.last: Manifest | None = None  # of the round before, in the leader
+        self.rounds = 0  # done, in every process
+        self._memory = _RecordedMemory(values)
+        self.machine = RoundMachine(config, self._memory, pace, ledger)
+        self._store, self._pool = values.store, values.pool
+        self._sizes: dict[str, int] = {}  # of uploads, as listed
+        self._is_leaving = False
+        self._word_at = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"round-{config.rank}")
+        self._flight: Future[fx.RoundResult] | None = None
+
+    # -- Calls, made by all processes of the replica in the same order -------------------------
+
+    @property
+    def round(self) -> int:
+        """The round that comes next."""
+        return self.rounds
+
+    def open(self) -> fx.RoundResult:
+        return self._call(lambda: self.machine.open())
+
+    def prepare(self) -> fx.RoundResult | None:
+        """Settle what an earlier call left open; rows may be changed then."""
+        return self._call(lambda: self.machine.prepare())
+
+    def run(self, offer: fx.Offer | None) -> fx.RoundResult:
+        return self._call(lambda: self.machine.run(offer))
+
+    def start(self, offer: fx.Offer | None) -> None:
+        """Take the offer through its round on the round's thread; `wait` for the result."""
+        if self._flight is not None:
+            raise DistributedError("a round is in flight: wait() comes first")
+        self._flight = self._thread.submit(self.run, offer)
+
+    def wait(self) -> fx.RoundResult:
+        """The result of the round in flight; raises what it raised."""
+        if self._flight is None:
+            raise DistributedError("no round is in flight: start() comes first")
+        flight, self._flight = self._flight, None
+        return flight.result()
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._flight is not None
+
+    def leave(self, how: str) -> None:
+        """Tell the others how this rank ended: done, failed or left."""
+        self._call(lambda: self.machine.leave(how))
+
+    def request_leave(self) -> None:
+        """Go as soon as the upload is stored. Only sets flags: for signal handlers."""
+        self._is_leaving = True
+        self.machine.is_leaving = True
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    # -- The leader and its followers ------------------------------------------------------------
+
+    def _call(self, steps: Callable[[], Generator[Any, Any, R]]) -> R:
+        if self.group.process:
+            return self._follow()  # type: ignore[no-any-return]
+        try:
+            result = self._drive(steps())
+        except BaseException as error:
+            cause = error.__cause__ if isinstance(error, fx.StoreError) else None
+            problem = cause or error
+            self._end_call(Word(error=portable(problem), result=self.machine.round), problem)
+            if cause is not None:
+                raise cause from None
+            raise
+        self._end_call(Word(result=(result, self.machine.round)), None)
+        return result
+
+    def _end_call(self, word: Word, problem: BaseException | None) -> None:
+        """The last word of a call: all return or raise alike."""
+        self.rounds, self.last = self.machine.round, self.machine.last
+        calls = self._memory.take_calls()
+        if self.group.processes == 1 or isinstance(problem, GroupLost):
+            return
+        try:
+            self.group.broadcast_from_leader(word._replace(calls=calls))
+        except GroupLost:
+            # Where a collective was interrupted this one fails, too, and the others raise by that.
+            if problem is None:
+                raise
+
+    def _drive(self, steps: Generator[Any, Any, R]) -> R:
+        answer: Any = None
+        problem: Exception | None = None
+        while True:
+            try:
+                effect = steps.send(answer) if problem is None else steps.throw(problem)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            answer, problem = None, None
+            try:
+                answer = self._perform(effect)
+            except GroupLost:
+                raise
+            except BackendError as error:
+                problem = fx.StoreError(str(error))
+                problem.__cause__ = error
+            except Exception as error:
+                problem = error
+
+    def _follow(self) -> Any:
+        while True:
+            word: Word = self.group.broadcast_from_leader(None)
+            for name, args in word.calls:
+                getattr(self.values, name)(*args)
+            if word.error is not None:
+                self.rounds = word.result
+                raise word.error
+            if word.effect is None and not word.is_empty:
+                result, self.rounds = word.result
+                return result
+            reply, problem = self._reply(word.effect)
+            self.group.gather(reply)
+            if problem is not None and not isinstance(problem, Exception):
+                raise problem
+
+    def _reply(self, effect: Any) -> tuple[Reply, BaseException | None]:
+        """Perform this process's share of an effect on values."""
+        try:
+            return Reply(self._perform_share(effect), None, self._is_leaving), None
+        except BaseException as error:
+            return Reply(None, portable(error), self._is_leaving), error
+
+    def _gather(self, effect: Any, *, is_empty: bool = False) -> list[Any]:
+        """What all processes answer to an effect. Raises the first error."""
+        if self.group.processes == 1:
+            return [] if is_empty else [self._perform_share(effect)]
+        self.group.broadcast_from_leader(Word(self._memory.take_calls(), effect, is_empty))
+        mine, own = self._reply(effect)
+        replies: list[Reply] = self.group.gather(mine)
+        self._word_at = time.monotonic()
+        if any(reply.is_leaving for reply in replies):
+            self.request_leave()
+        if own is not None:
+            raise own
+        for process, reply in enumerate(replies):
+            if reply.error is not None:
+                reply.error.add_note(f"in process {process} of the replica's {len(replies)}")
+                raise reply.error
+        return [reply.result for reply in replies]
+
+    # -- Effects ---------------------------------------------------------------------------------
+
+    def _perform(self, effect: Any) -> Any:
+        """Perform an effect in the leader; what it says of values, in all processes."""
+        if time.monotonic() - self._word_at > EMPTY_WORD_S:
+            self._gather(None, is_empty=True)
+        match effect:
+            case fx.Sleep(seconds):
+                return self._sleep(seconds)
+            case fx.Get(key):
+                return self._get(key)
+            case fx.GetAll(keys):
+                return dict(zip(keys, each(self._pool, self._get, keys), strict=True))
+            case fx.Headers(keys):
+                return dict(zip(keys, each(self._pool, self._get_header, keys), strict=True))
+            case fx.List(prefix, after):
+                return self._list(prefix, after)
+            case fx.Put(key, body):
+                return self._store.put(self.values.key(key), body)
+            case fx.Create(key, body):
+                return self._store.create(self.values.key(key), body)
+            case fx.Delete(keys):
+                return self._store.delete(map(self.values.key, keys))
+            case fx.Log(text):
+                return log.warning("%s", text)
+            case fx.Upload():
+                return self._upload(effect)
+            case fx.MakeMeans(manifest, names):
+                return self._make_means(effect, manifest, names)
+            case fx.ApplyMeans(manifest, names):
+                return self._apply_means(effect, manifest, names)
+            case fx.SaveCheckpoint(key, meta):
+                self._gather(effect)
+                return self._store.create(self.values.key(key), objects.encode(meta))
+            case fx.LoadCheckpoint(key):
+                return self._load_checkpoint(key)
+        raise TypeError(f"no effect: {effect!r}")
+
+    def _perform_share(self, effect: Any) -> Any:
+        """What one process does of an effect on values."""
+        values, group = self.values, self.group
+        match effect:
+            case None:
+                return None
+            case fx.Upload(key, round, header):
+                if group.processes == 1:
+                    return values.put_upload(key, round, header)
+                return values.put_part(key, round)
+            case fx.MakeMeans(manifest, names, exclude_missing):
+                if manifest.plan == DIRECT:
+                    return {name: values.read_upload(manifest, name) for name in names}
+                own = [
+                    name
+                    for name in names
+                    if objects.part_of(name) % group.processes == group.process
+                ]
+                return values.make_means(manifest, own, exclude_missing=exclude_missing)
+            case fx.ApplyMeans(manifest, names):
+                return values.apply_means(manifest, names)
+            case _StepDirect(manifest, receipts):
+                return values.apply_direct(manifest, receipts)
+            case fx.SaveCheckpoint(_, meta):
+                return save_piece(self._store, values.prefix, meta, self.layout, values.fragments)
+            case _Load(meta):
+                values.forget_applied()
+                return load_pieces(self._store, values.prefix, meta, self.layout, values.fragments)
+        raise TypeError(f"no effect on values: {effect!r}")
+
+    def _sleep(self, seconds: float) -> float:
+        until = time.monotonic() + seconds
+        was_leaving = self._is_leaving  # a wish ends a sleep once, or the machine would spin
+        while (left := until - time.monotonic()) > 0:
+            if self._is_leaving and not was_leaving:
+                break
+            time.sleep(min(left, FLAG_S))
+            if time.monotonic() - self._word_at > EMPTY_WORD_S:
+                self._gather(None, is_empty=True)
+        return time.monotonic()
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._store.get(self.values.key(key), max_bytes=MAX_SMALL_BYTES))
+        except NotFound:
+            return None
+
+    def _list(self, prefix: str, after: str) -> list[tuple[str, float]]:
+        first = len(self.values.prefix)
+        found = self._store.list(
+            self.values.key(prefix).rstrip("/"), self.values.key(after) if after else None
+        )
+        if prefix.startswith("upload"):
+            self._sizes = {info.key[first:]: info.size for info in found}
+        return [(info.key[first:], info.modified.timestamp()) for info in found]
+
+    def _get_header(self, key: str) -> bytes | None:
+        size = self._sizes.get(key)
+        if size is None:
+            return None
+        # A header of one process takes some 450 bytes, and ten for each section.
+        sections = 0 if self.values.codec.is_exact else self.config.shards
+        return read_tail(self._store, self.values.key(key), size, 768 + 12 * sections)
+
+    def _upload(self, effect: fx.Upload) -> objects.UploadHeader:
+        found = self._gather(effect)
+        if self.group.processes == 1:
+            return found[0]  # type: ignore[no-any-return]
+        return self.values.put_header(effect.key, effect.header, found)
+
+    def _make_means(
+        self, effect: fx.MakeMeans, manifest: Manifest, names: tuple[str, ...]
+    ) -> dict[str, bool | None]:
+        found = self._gather(effect)
+        if manifest.plan != DIRECT:
+            return {name: made for part in found for name, made in part.items()}
+        answer: dict[str, bool | None] = {}
+        for name in names:
+            readable = [part[name] for part in found]
+            if None in readable and not effect.exclude_missing:
+                answer[name] = None
+                continue
+            receipt = Receipt(manifest.digest, self.config.nonce, int(name), all(readable))
+            key = self.values.key(objects.receipt_key(manifest.round, name))
+            self._store.create(key, objects.encode(receipt))
+            answer[name] = True
+        return answer
+
+    def _apply_means(
+        self, effect: fx.ApplyMeans, manifest: Manifest, names: tuple[str, ...]
+    ) -> dict[str, Outcome | None]:
+        if manifest.plan == DIRECT:
+            receipts = {name: self._read_receipt(manifest, name) for name in names}
+            good = {name: found for name, found in receipts.items() if found is not None}
+            if fx.FOREIGN in good.values():
+                return dict.fromkeys(names, fx.FOREIGN)
+            if len(good) < len(names):
+                return dict.fromkeys(names)
+            parts = self._gather(_StepDirect(manifest, good))
+        else:
+            parts = self._gather(effect)
+        return {name: _agree([part[name] for part in parts if name in part]) for name in names}
+
+    def _read_receipt(self, manifest: Manifest, name: str) -> Outcome | None:
+        key = objects.receipt_key(manifest.round, name)
+        body = self._get(key)
+        if body is None:
+            return None
+        try:
+            receipt = objects.read_receipt(key, body)
+        except DamagedObject as problem:
+            log.warning("%s", problem)
+            return None
+        if receipt.manifest != manifest.digest or receipt.rank != int(name):
+            return fx.FOREIGN
+        return Outcome(receipt.made_by, () if receipt.is_readable else (receipt.rank,))
+
+    def _load_checkpoint(self, key: str) -> objects.Checkpoint | None:
+        body = self._get(key)
+        if body is None:
+            return None
+        try:
+            meta = objects.read_checkpoint(key, body)
+        except DamagedObject as problem:
+            log.warning("%s", problem)
+            return None
+        return meta if all(self._gather(_Load(meta))) else None
+
+
+def _agree(found: list[Outcome | None]) -> Outcome | None:
+    """What all processes say of a mean: it counts if all have it, and the same one."""
+    if not found or None in found:
+        return None
+    return found[0] if all(one == found[0] for one in found) else fx.FOREIGN

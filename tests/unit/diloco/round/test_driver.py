@@ -1,0 +1,242 @@
+"""The machine over real threads and stores: replicas of one process and of several."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.core.errors import DistributedError, StoreDenied, Temporary
+from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.round import driver as drivers
+from atoll.diloco.round.driver import RoundDriver
+from atoll.diloco.round.effects import LEFT, MEMBER, Offer, RoundConfig
+from atoll.diloco.round.layout import Cut, RunLayout, Share, TensorSpec
+from atoll.diloco.round.pace import Pace
+from atoll.diloco.round.reduce import Fragment, ReplicaValues
+from atoll.objectstore import ObjectStore
+from tests.unit.diloco.round.test_reduce import Sum
+
+SIZE = 40_000
+
+
+class ThreadGroup:
+    """The processes of one replica, as threads."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self._barrier = threading.Barrier(processes)
+        self._words: list[Any] = [None] * processes
+
+    def of(self, process: int) -> _ThreadProcess:
+        return _ThreadProcess(self, process)
+
+    def share(self, process: int, word: Any) -> list[Any]:
+        self._words[process] = word
+        self._barrier.wait(30)
+        words = list(self._words)
+        self._barrier.wait(30)
+        return words
+
+
+class _ThreadProcess:
+    def __init__(self, group: ThreadGroup, process: int) -> None:
+        self._group, self.process, self.processes = group, process, group.processes
+
+    def broadcast_from_leader(self, word: Any) -> Any:
+        return self._group.share(self.process, word)[0]
+
+    def gather(self, reply: Any) -> list[Any]:
+        replies = self._group.share(self.process, reply)
+        return replies if self.process == 0 else []
+
+    def gather_all(self, value: Any) -> list[Any]:
+        return self._group.share(self.process, value)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+class Fleet:
+    """Replicas of several processes, all as threads of this process."""
+
+    def __init__(self, store: ObjectStore, processes: list[int], codec: str, pool: Any) -> None:
+        codecs = (get_codec(codec),) * 2
+        world = len(processes)
+        cuts = [Cut(size, world, codecs) for size in (SIZE, SIZE // 3)]
+        specs = tuple((TensorSpec("float32", (cut.size,)),) for cut in cuts)
+        self.layout = RunLayout(specs, world, codec, codec, "sum")
+        self.drivers: list[list[RoundDriver]] = []
+        for rank, count in enumerate(processes):
+            group, nonce = ThreadGroup(count), uuid.uuid4().hex[:16]
+            replica = []
+            for process in range(count):
+                shares = [Share(cut, process, count) for cut in cuts]
+                fragments = [Fragment(share, Sum(share.size)) for share in shares]
+                values = ReplicaValues(store, "run/", rank, nonce, fragments, *codecs, pool)
+                cells = tuple(cut.cells for cut in cuts)
+                config = RoundConfig(
+                    *(rank, world, nonce, self.layout.digest, world, cells),
+                    processes=count,
+                    quorum=world,
+                    timeout_s=30,
+                )
+                pace = Pace(30, is_folder=True)
+                member = group.of(process) if count > 1 else None
+                replica.append(RoundDriver(values, self.layout, config, pace, group=member))
+            self.drivers.append(replica)
+
+    def each(self, work: Callable[[RoundDriver], Any]) -> list[list[Any]]:
+        """What the work gives in every process, all at once; an error in its place."""
+        with ThreadPoolExecutor(16) as pool:
+            jobs = [[pool.submit(work, each) for each in replica] for replica in self.drivers]
+            return [[job.exception() or job.result() for job in replica] for replica in jobs]
+
+    def values(self, rank: int, fragment: int) -> np.ndarray:
+        parts = [
+            each.values.fragments[fragment].outer.rows["values"] for each in self.drivers[rank]
+        ]
+        return np.concatenate(parts)
+
+
+def brought(rank: int, round: int, size: int) -> np.ndarray:
+    return np.random.default_rng([rank, round]).standard_normal(size).astype(np.float32)
+
+
+def do_round(driver: RoundDriver) -> Any:
+    driver.prepare()
+    fragment = driver.values.fragment(driver.round)
+    share = fragment.share
+    row = brought(driver.config.rank, driver.round, share.cut.size)
+    fragment.add(0, row[share.start : share.stop])
+    return driver.run(Offer(1.0, 1))
+
+
+@pytest.mark.parametrize("processes", [[1, 1], [1, 1, 1], [2, 1, 3]])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_replicas_end_rounds_with_the_same_bits(
+    pool: ThreadPoolExecutor, processes: list[int], codec: str
+) -> None:
+    fleet = Fleet(ObjectStore.open(f"memory:///{uuid.uuid4()}"), processes, codec, pool)
+    fleet.each(RoundDriver.open)
+    chains = set()
+    for _ in range(6):
+        results = fleet.each(do_round)
+        assert {result.fate for replica in results for result in replica} == {MEMBER}
+        chains |= {result.chain for replica in results for result in replica}
+    assert len(chains) == 6
+    for fragment in range(2):
+        size = fleet.values(0, fragment).size
+        for rank in range(1, len(processes)):
+            assert np.array_equal(fleet.values(rank, fragment), fleet.values(0, fragment))
+        if codec == "fp32":
+            total = np.zeros(size, np.float32)
+            for round in range(fragment, 6, 2):
+                rows = [brought(rank, round, size) for rank in range(len(processes))]
+                total += (sum(row.astype(np.float64) for row in rows) / len(rows)).astype("f4")
+            assert np.array_equal(fleet.values(0, fragment), total)
+
+
+def test_a_restarted_replica_of_another_size_goes_on_from_the_store(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [2, 1, 1], "fp32", pool)
+    fleet.each(RoundDriver.open)
+    for _ in range(7):
+        fleet.each(do_round)
+    again = Fleet(store, [3, 1, 2], "fp32", pool)
+    again.each(RoundDriver.open)
+    assert {driver.round for replica in again.drivers for driver in replica} == {7}
+    for fragment in range(2):
+        assert np.array_equal(again.values(0, fragment), fleet.values(1, fragment))
+    results = again.each(do_round)
+    assert {result.fate for replica in results for result in replica} == {MEMBER}
+    assert np.array_equal(again.values(0, 1), again.values(2, 1))
+
+
+def test_an_error_of_one_process_is_raised_by_all_and_settled_by_the_next_call(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(ObjectStore.open(f"memory:///{uuid.uuid4()}"), [1, 3], "fp32", pool)
+    fleet.each(RoundDriver.open)
+    fleet.each(do_round)
+    values = fleet.drivers[1][2].values
+    apply = values.apply_means
+    monkeypatch.setattr(values, "apply_direct", _fail_once(values.apply_direct))
+    monkeypatch.setattr(values, "apply_means", _fail_once(apply))
+    results = fleet.each(do_round)
+    assert results[0][0].fate == MEMBER
+    assert [str(each) for each in results[1]] == ["no answer"] * 3
+    assert {type(each) for each in results[1]} == {Temporary}
+    found = [each[0] for each in fleet.each(lambda driver: driver.prepare())]
+    assert found[1].fate == MEMBER
+    assert {each.round for each in fleet.drivers[1]} == {2}
+    assert np.array_equal(fleet.values(0, 1), fleet.values(1, 1))
+
+
+def _fail_once(work: Callable[..., Any]) -> Callable[..., Any]:
+    fails = iter([True])
+
+    def run(*args: Any, **options: Any) -> Any:
+        if next(fails, False):
+            raise Temporary("no answer")
+        return work(*args, **options)
+
+    return run
+
+
+def test_a_wish_to_leave_of_any_process_ends_the_wait_of_all(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "EMPTY_WORD_S", 0.05)
+    fleet = Fleet(ObjectStore.open(f"memory:///{uuid.uuid4()}"), [3, 1], "fp32", pool)
+    fleet.each(RoundDriver.open)
+    first = Fleet.__new__(Fleet)
+    first.drivers = fleet.drivers[:1]  # the other replica does not come
+    timer = threading.Timer(0.3, fleet.drivers[0][2].request_leave)
+    timer.start()
+    began = time.monotonic()
+    (results,) = first.each(do_round)
+    assert {result.fate for result in results} == {LEFT}
+    assert time.monotonic() - began < 20
+
+
+def test_one_round_is_in_flight(pool: ThreadPoolExecutor) -> None:
+    fleet = Fleet(ObjectStore.open(f"memory:///{uuid.uuid4()}"), [1, 1], "fp32", pool)
+    fleet.each(RoundDriver.open)
+    first, second = (replica[0] for replica in fleet.drivers)
+    for each in (first, second):
+        each.values.fragment(0).add(0, np.ones(SIZE, np.float32))
+    first.start(Offer(1.0, 1))
+    assert first.is_in_flight
+    with pytest.raises(DistributedError, match=r"wait\(\) comes first"):
+        first.start(Offer(1.0, 1))
+    second.start(Offer(1.0, 1))
+    assert (first.wait().fate, second.wait().fate) == (MEMBER, MEMBER)
+    with pytest.raises(DistributedError, match=r"start\(\) comes first"):
+        first.wait()
+    assert (fleet.values(0, 0) == 1).all()
+
+
+def test_what_the_store_refuses_is_raised_as_it_is(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1], "fp32", pool)
+
+    def refuse(*_: Any) -> bool:
+        raise StoreDenied("no key")
+
+    monkeypatch.setattr(store, "create", refuse)
+    ((error,),) = fleet.each(RoundDriver.open)
+    assert isinstance(error, StoreDenied)
