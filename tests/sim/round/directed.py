@@ -57,13 +57,16 @@ def decided_alone_and_slept(**broken: Any) -> Stage:
     stage = Stage(world=3, quorum=1, cells=(6,), every=2, keep=1, block=2, **broken)
     stage.start_all()
     stage.run_to(2)
+    for rank in (1, 2):
+        stage.on(rank, "put", "upload/00000002", stage.freeze(12))
     stage.on(0, "create", "manifest/00000002", stage.freeze(400))
     stage.run_until(
         lambda: stage.rounds > 12 and objects.manifest_key(2) not in stage.world.objects,
         what="round 2 is folded",
     )
+    stage.run_for(400)
+    check(stage.oracle.stats["strays"] == 1, stage, "it did not take its own round")
     stage.run_until(lambda: 0 in stage.members(stage.rounds - 1), what="rank 0 is back")
-    stage.run_for(100)
     return stage
 
 
@@ -170,21 +173,30 @@ def newest_checkpoint_damaged(**broken: Any) -> Stage:
 
 def mean_swept_and_made_again(**broken: Any) -> Stage:
     """Process 1 reads a mean that was swept and made again while it slept."""
+    foreign = 0
+    for tenths in range(1, 60, 4):
+        stage = _sleep_while_a_mean_is_made_again(tenths / 10, **broken)
+        foreign += sum("is not of this replica" in text for text in stage.oracle.logs)
+    check(foreign > 0, stage, "process 1 never read the second mean")
+    return stage
+
+
+def _sleep_while_a_mean_is_made_again(more_s: float, **broken: Any) -> Stage:
     stage = Stage(world=4, quorum=2, cells=(8,), every=2, keep=1, block=2, **LOSSY, **broken)
     for rank in range(4):
         stage.start(rank, 2 if rank == 3 else 1)
     stage.run_to(1)
-    # As in trap b, but rank 3 sleeps, too: its process 0 has read the first mean of shard 3, its
-    # process 1 reads the second.
-    stage.on(0, "create", "mean/00000001/00003", stage.freeze(40))
+    # As in trap b: rank 0 owns shard 3 and sleeps, and rank 1 stands in and sleeps longer. Its mean
+    # excludes rank 2, whose upload it could not read.
+    owner, stand_in, key = 0, 1, "mean/00000001/00003"
     woke: list[float] = []
 
     def sleep_long(task: Any) -> None:
         woke.append(stage.world.now + 300)
         stage.world.freeze(task, 300)
 
-    stage.on(1, "create", "mean/00000001/00003", sleep_long)
-    # The second mean excludes rank 2, whose upload its maker could not read.
+    stage.on(owner, "create", key, stage.freeze(40))
+    stage.on(stand_in, "create", key, sleep_long)
     reads: list[str] = []
 
     def spoil(_: Any) -> None:
@@ -192,15 +204,16 @@ def mean_swept_and_made_again(**broken: Any) -> Stage:
         if len(reads) == 2:  # the first was for its own mean
             _damage_once(stage, "upload/00000001/00002")
 
-    stage.on(1, "get", "upload/00000001/00002", spoil, times=2)
+    stage.on(stand_in, "get", "upload/00000001/00002", spoil, times=2)
+    # Process 0 of rank 3 reads the first mean, process 1 sleeps until there is another one.
     slept: list[float] = []
 
     def sleep_once(task: Any) -> None:
-        if not slept and stage.keys("mean/00000001/00003"):
+        if not slept and woke and stage.keys(key):
             slept.append(stage.world.now)
-            stage.world.freeze(task, woke[0] - stage.world.now + 1)
+            stage.world.freeze(task, woke[0] - stage.world.now + more_s)
 
-    stage.on(3, "get", "mean/00000001/00003", sleep_once, process=1, times=1000)
+    stage.on(3, "get", key, sleep_once, process=1, times=1000)
     stage.run_until(lambda: stage.rounds > 40 and 3 in stage.members(stage.rounds - 1))
     return stage
 
@@ -314,6 +327,18 @@ def one_damaged_answer(**broken: Any) -> Stage:
         stage.on(rank, "get", "mean/00000002", lambda _: _damage_once(stage, "mean/00000002"))
     stage.run_to(5, within=100)
     check(stage.members(4) == [0, 1, 2], stage, "not all are members")
+    return stage
+
+
+def one_damaged_answer_for_one_process(**broken: Any) -> Stage:
+    """A mean counts when every process has it: process 1 reads damaged bytes at first."""
+    stage = Stage(world=3, quorum=2, cells=(9,), **broken)
+    stage.start_all(3)
+    stage.run_to(1)
+    for round in range(1, 6):
+        mean = f"mean/{round:08d}"
+        stage.on(0, "get", mean, lambda _, m=mean: _damage_once(stage, m), process=1)
+    stage.run_to(8, within=150)
     return stage
 
 
@@ -432,6 +457,7 @@ DIRECTED = {
         outlives_its_replica,
         answer_to_checkpoint_is_lost,
         one_damaged_answer,
+        one_damaged_answer_for_one_process,
         mean_damaged_for_good,
         manifest_deleted,
         call_fails_after_its_commit,

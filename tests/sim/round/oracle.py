@@ -93,6 +93,7 @@ class Oracle:
         self.members: dict[str, int] = defaultdict(int)
         self.ended_ranks: set[int] = set()
         self.errors: list[str] = []  # that calls ended with
+        self.logs: list[str] = []
 
     def fail(self, rule: str, text: str) -> None:
         raise Violation(f"{rule}: {text}")

@@ -40,7 +40,7 @@ from atoll.diloco.round.effects import (
     Upload,
 )
 from atoll.diloco.round.objects import DIRECT, DamagedObject, Manifest, Outcome
-from atoll.diloco.round.pace import Timing
+from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.protocol import RoundMachine
 from tests.sim.round.oracle import (
     MeanBody,
@@ -551,6 +551,7 @@ class Process:
 
     def perform(self, effect: Any) -> Steps:
         if isinstance(effect, Log):
+            self.oracle.logs.append(effect.text)
             return None
         if isinstance(effect, Sleep):
             return (yield from self._sleep(effect.seconds))
@@ -979,7 +980,7 @@ class Replica:
         )
         ledger: Ledger | None = None if setup.terms is None else ledgers.begin(setup.terms)
         kind = setup.machine or SimMachine
-        self.machine = kind(config, leader.recorder, Timing(setup.timeout_s), ledger)
+        self.machine = kind(config, leader.recorder, Pace(setup.timeout_s), ledger)
         self.machine.oracle, self.machine.recorder = run.oracle, leader.recorder
         leader.machine = self.machine
         for process in self.processes:

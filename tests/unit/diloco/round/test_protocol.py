@@ -24,7 +24,7 @@ from atoll.diloco.round.effects import (
     Upload,
 )
 from atoll.diloco.round.objects import Checkpoint, DamagedObject, Manifest, Outcome
-from atoll.diloco.round.pace import Timing
+from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.protocol import RoundMachine
 
 NONCE = "a" * 16
@@ -64,7 +64,7 @@ def machine(**changes: Any) -> RoundMachine:
             **changes,
         }
     )
-    return RoundMachine(config, Memory(), Timing(config.timeout_s))
+    return RoundMachine(config, Memory(), Pace(config.timeout_s))
 
 
 class Folder:
