@@ -226,6 +226,7 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
         command += ["--config", settings.path]
     if slots := os.environ.get(SLOTS):
         command += ["--slots", slots]
+    check_writable(where)
     log = where / "server.log"
     with open(log, "ab", opener=private) as errors:
         said_before = errors.tell()
