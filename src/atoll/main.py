@@ -86,7 +86,7 @@ def build(
     from atoll.backends.metrics_token import key_at
     from atoll.controller.clock import keep_mark, machine_clock, write_mark
     from atoll.controller.informer import INFORMER, Informer
-    from atoll.metrics.store import SeriesKeeper
+    from atoll.metrics.store import MetricStore
     from atoll.server.app import create_app
     from atoll.server.assembly import assemble
     from atoll.server.background import BackgroundTasks
@@ -107,7 +107,7 @@ def build(
         setup = replace(setup, only={LOCAL: NAMESPACE})
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
-    series = SeriesKeeper(where / "series.db")
+    metrics = MetricStore(where / "series.db")
     informer = Informer(store)
     gauges, streams, background = Gauges(informer), Streams(), BackgroundTasks()
     store.outbox.configure(webhooks)
@@ -116,7 +116,7 @@ def build(
 
     def all_notes() -> list[str]:
         failing = [f"{one.name} does not work: {one.error}" for one in background.failures]
-        return [*notes(), *series.notes, *filter(None, [series.trouble]), *failing]
+        return [*notes(), *metrics.notes, *filter(None, [metrics.trouble]), *failing]
 
     setup = replace(setup, notes=all_notes, stale=lambda: store.stale)
 
@@ -130,7 +130,7 @@ def build(
             kinds=setup.kinds,
             informer=informer,
             clock=clock,
-            series=series,
+            metrics=metrics,
             gauges=gauges,
             outbox=store.outbox,
             round_stores=settings.round_stores,
@@ -149,7 +149,7 @@ def build(
         for executor in executors.values():
             await executor.close()
         write_mark(clock, where / "clock")
-        series.close()
+        metrics.close()
         tokens.close()
         store.close()
 
@@ -162,7 +162,7 @@ def build(
         informer=informer,
         gauges=gauges,
         clock=clock,
-        series=series,
+        metrics=metrics,
         report_key=key_at(where),
         background=background,
         sessions=Sessions(_identity(where), is_loopback=is_loopback),
@@ -243,12 +243,12 @@ def serve(
     With a certificate and its key, files in PEM, by HTTPS only. `is_owned`: serves until standard
     input ends, then deletes all trainings and the state directory.
     """
-    from atoll.server.http.log_rate import quiet_log
-    from atoll.server.http.server import BACKLOG, listen, tls_of
+    from atoll.server.http.log_rate import configure_log
+    from atoll.server.http.server import BACKLOG, listen, load_tls
 
-    quiet_log(logging.WARNING)
+    configure_log(logging.WARNING)
     where = state_dir(where)
-    tls = tls_of(tls_cert, tls_key)
+    tls = load_tls(tls_cert, tls_key)
     listening = listen(host, port)
     address = _endpoint(listening, is_tls=tls is not None)
     plane = build(
@@ -271,7 +271,7 @@ def serve(
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:
     """Makes sure that the user's own token is in a private file and known to the server."""
-    from atoll.server.http.auth import hashed, new_token
+    from atoll.server.http.auth import hash_token, new_token
 
     path = where / "token"
     try:
@@ -279,8 +279,8 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
     except FileNotFoundError:
         token = new_token()
         _write_private(path, token + "\n")
-    if await tokens.namespace_of(hashed(token)) is None:
-        await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
+    if await tokens.namespace_of(hash_token(token)) is None:
+        await tokens.add(hash_token(token), NAMESPACE, "local user", time.time())
 
 
 def _server(

@@ -39,7 +39,7 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.webhooks import Webhook
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.operator.front import LeaderFront
 from atoll.operator.webhooks import WebhookEvents
 from atoll.server.app import create_app
@@ -88,7 +88,7 @@ class Operator:
         operator that leads next may have the same volume."""
         background = BackgroundTasks()
         with (
-            contextlib.closing(SeriesKeeper(self.folder / "series.db")) as series,
+            contextlib.closing(MetricStore(self.folder / "series.db")) as metrics,
             contextlib.closing(
                 WebhookEvents(
                     self.cluster, self.namespace, self.folder / "outbox.db", self.webhooks
@@ -99,16 +99,16 @@ class Operator:
                 informing = background.running(INFORMER, self.informer.run)
                 await serving.enter_async_context(informing)
                 if self.front is not None:
-                    api = self._serving(self.front, series, background)
+                    api = self._serving(self.front, metrics, background)
                     await serving.enter_async_context(api)
                 # Another controller whenever the API server fails or refuses.
                 await background.keep_running(
-                    CONTROLLER, lambda: self._control(series, events, background)
+                    CONTROLLER, lambda: self._control(metrics, events, background)
                 )
 
     @contextlib.asynccontextmanager
     async def _serving(
-        self, front: LeaderFront, series: SeriesKeeper, background: BackgroundTasks
+        self, front: LeaderFront, metrics: MetricStore, background: BackgroundTasks
     ) -> AsyncIterator[None]:
         """The HTTP API answers."""
         cluster, key = self.api_cluster, self.options.get("report_key", "")
@@ -125,7 +125,7 @@ class Operator:
             informer=self.informer,
             gauges=self.gauges,
             clock=lambda: Now.at(cluster.time()),
-            series=series,
+            metrics=metrics,
             report_key=bytes.fromhex(key),
             background=background,
             sessions=Sessions(key),
@@ -139,7 +139,7 @@ class Operator:
             await store.close()
 
     async def _control(
-        self, series: SeriesKeeper, events: WebhookEvents, background: BackgroundTasks
+        self, metrics: MetricStore, events: WebhookEvents, background: BackgroundTasks
     ) -> None:
         """Runs a controller, and what goes on beside it; none of that ends the controller."""
         cluster = self.cluster
@@ -151,7 +151,7 @@ class Operator:
             kinds={executor.name: KIND},
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
-            series=series,
+            metrics=metrics,
             gauges=self.gauges,
             outbox=events.outbox,
             round_stores=self.config.round_stores,

@@ -59,7 +59,7 @@ def begin() -> None:
 
     def start_it() -> None:
         with contextlib.suppress(AtollError):
-            Embedded().address()
+            UserPlane().address()
 
     if (
         not os.environ.get("ATOLL_URL")
@@ -69,7 +69,7 @@ def begin() -> None:
         threading.Thread(target=start_it, daemon=True).start()
 
 
-class Embedded:
+class UserPlane:
     """One a user. Ten programs may start at once: a lock lets one of them start the server.
 
     A process of a rank starts none, as it would end with the rank: it waits for one.
@@ -85,7 +85,7 @@ class Embedded:
     def address(self) -> Address:
         with self._lock:
             if self._known is None:
-                if announced(self._where) is None:
+                if read_announcement(self._where) is None:
                     self._start()
                 else:
                     _warn_if_other(self._where)
@@ -108,7 +108,7 @@ class Embedded:
         try:
             check_writable(self._where)
             with _only_one(self._where):
-                if announced(self._where) is None:
+                if read_announcement(self._where) is None:
                     start(self._where)
         except OSError as error:
             raise Permanent(
@@ -129,7 +129,7 @@ class Embedded:
         )
 
 
-class Private:
+class PrivatePlane:
     """One a client, in a directory of its own. When the client's process dies, so does it.
 
     Children that were forked later may use it; it is not theirs to start again or to end.
@@ -240,9 +240,9 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
             start_new_session=True,  # Ctrl-C is for the caller, not for the server
         )
     assert process.stdout is not None
-    with process.stdout as announced:
-        ready, _, _ = select.select([announced], [], [], START_S)
-        line = announced.readline() if ready else b""
+    with process.stdout as read_announcement:
+        ready, _, _ = select.select([read_announcement], [], [], START_S)
+        line = read_announcement.readline() if ready else b""
     if not line:
         process.kill()
         code = process.wait()
@@ -276,11 +276,11 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 def running(where: Path) -> str | None:
     """The address of the server that serves this directory, if it is alive."""
-    endpoint = announced(where)
+    endpoint = read_announcement(where)
     return None if endpoint is None else str(endpoint["url"])
 
 
-def announced(where: Path) -> dict[str, Any] | None:
+def read_announcement(where: Path) -> dict[str, Any] | None:
     """What the server of this directory says of itself; None if no server is alive."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         endpoint: dict[str, Any] = json.loads((where / ENDPOINT).read_bytes())
@@ -291,7 +291,7 @@ def announced(where: Path) -> dict[str, Any] | None:
 
 def found(where: Path, token: str | None) -> Address:
     """The server of this directory, and the token of its user unless there is another one."""
-    endpoint = announced(where)
+    endpoint = read_announcement(where)
     if endpoint is None:
         raise Temporary(f"the control plane of {where} has ended: {where}/server.log may say why")
     return Address(str(endpoint["url"]), token or read_token(where), where)
@@ -299,7 +299,7 @@ def found(where: Path, token: str | None) -> Address:
 
 def _warn_if_other(where: Path) -> None:
     """It works with this release as far as it can; why some things do not is good to know."""
-    endpoint = announced(where) or {"release": atoll.__version__}
+    endpoint = read_announcement(where) or {"release": atoll.__version__}
     if words := difference(endpoint.get("release")):
         pid = endpoint["pid"]
         after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"

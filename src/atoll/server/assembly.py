@@ -16,8 +16,8 @@ from atoll.core.config import RoundStore
 from atoll.core.metrics import RankUsage
 from atoll.core.ports import Executor, Store
 from atoll.metrics.collect import Collector
-from atoll.metrics.store import SeriesKeeper
-from atoll.rounds.follow import RoundFollower, metrics_readers, whose_of
+from atoll.metrics.store import MetricStore
+from atoll.rounds.follow import RoundFollower, metrics_readers, store_access_of
 from atoll.server.background import CONTROLLER, Work
 from atoll.server.deliver import Deliverer
 from atoll.server.gauges import Gauges
@@ -33,7 +33,7 @@ def assemble(
     kinds: Mapping[str, str],
     informer: Informer,
     clock: Callable[[], Now],
-    series: SeriesKeeper,
+    series: MetricStore,
     gauges: Gauges,
     outbox: Outbox,
     round_stores: Sequence[RoundStore],
@@ -62,7 +62,9 @@ def assemble(
         return controller.run()
 
     collector = Collector(series, metrics_readers(executors), machine_use, may_return)
-    follower = RoundFollower(series.rounds, whose_of(executors, kinds), round_stores, own_namespace)
+    follower = RoundFollower(
+        series.rounds, store_access_of(executors, kinds), round_stores, own_namespace
+    )
     tasks: dict[str, Work] = {
         CONTROLLER: control,
         "webhooks": Deliverer(outbox).run,
