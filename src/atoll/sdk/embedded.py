@@ -25,9 +25,8 @@ from atoll.backends.local.state import ENDPOINT, state_dir
 from atoll.core.errors import AtollError, Permanent, Temporary
 from atoll.files.ownership import private
 from atoll.sdk import config
-from atoll.sdk.endpoint import Address, here
-from atoll.sdk.release import OtherRelease, difference
-from atoll.sdk.requests import NoControlPlane
+from atoll.sdk.effects import NoControlPlane, OtherRelease, describe_difference
+from atoll.sdk.endpoint import Address, local_fields
 
 if TYPE_CHECKING:
     import subprocess
@@ -79,7 +78,7 @@ class UserPlane:
         self._where = state_dir(where)
         self._token = token
         self._known: Address | None = None
-        self._is_awaited = False
+        self._is_reported = False
         self._lock = threading.Lock()
 
     def address(self) -> Address:
@@ -89,22 +88,22 @@ class UserPlane:
                     self._start()
                 else:
                     _warn_if_other(self._where)
-                self._known = found(self._where, self._token)
-                self._is_awaited = False
+                self._known = plane_address(self._where, self._token)
+                self._is_reported = False
             return self._known
 
     def lost(self) -> None:
         self._known = None
 
-    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        return here(spec)
+    def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
+        return local_fields(spec)
 
     def close(self) -> None:
         pass
 
     def _start(self) -> None:
         if (rank := enclosing_rank()) is not None:
-            raise self._awaited(rank)
+            raise self._no_control_plane(rank)
         try:
             check_writable(self._where)
             with _only_one(self._where):
@@ -115,13 +114,13 @@ class UserPlane:
                 f"cannot keep state in {self._where}: {error.strerror}; set ATOLL_STATE_DIR"
             ) from error
 
-    def _awaited(self, rank: EnclosingRank) -> NoControlPlane:
+    def _no_control_plane(self, rank: EnclosingRank) -> NoControlPlane:
         """What is raised in a rank; the first time, what is waited for is told."""
         how = "'atoll ps' outside of ranks starts it"
-        if not self._is_awaited:
-            self._is_awaited = True
-            words = f"{rank} waits for the control plane of {self._where} to run again: {how}"
-            sys.stderr.write(f"atoll: {words}\n")
+        if not self._is_reported:
+            self._is_reported = True
+            text = f"{rank} waits for the control plane of {self._where} to run again: {how}"
+            sys.stderr.write(f"atoll: {text}\n")
             sys.stderr.flush()
         return NoControlPlane(
             f"no control plane runs in {self._where}, and {rank} must not start one, as it would "
@@ -137,7 +136,7 @@ class PrivatePlane:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._server: Started | None = None
+        self._server: PlaneProcess | None = None
         self._where: Path | None = None
         self._owner = os.getpid()
         self._is_closed = False
@@ -157,8 +156,8 @@ class PrivatePlane:
     def lost(self) -> None:
         pass
 
-    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        return here(spec)
+    def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
+        return local_fields(spec)
 
     def close(self) -> None:
         with self._lock:
@@ -177,7 +176,7 @@ class PrivatePlane:
 
         shutil.rmtree(where, ignore_errors=True)
 
-    def _alive(self, where: Path | None = None) -> Started:
+    def _alive(self, where: Path | None = None) -> PlaneProcess:
         if self._server is not None:
             # A child cannot ask after its parent's child: it would be told that it is dead.
             if self._owner != os.getpid() or self._server.process.poll() is None:
@@ -188,7 +187,7 @@ class PrivatePlane:
         return start(where, is_owned=True)
 
 
-class Started:
+class PlaneProcess:
     """A server that this process started."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
@@ -212,7 +211,7 @@ class Started:
         return self.process.returncode == 0
 
 
-def start(where: Path, *, is_owned: bool = False) -> Started:
+def start(where: Path, *, is_owned: bool = False) -> PlaneProcess:
     """A server, once it answers; its port, for browsers, is a free one of this machine.
 
     Raises Permanent if it does not answer.
@@ -229,7 +228,7 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
     check_writable(where)
     log = where / "server.log"
     with open(log, "ab", opener=private) as errors:
-        said_before = errors.tell()
+        log_start = errors.tell()
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if is_owned else subprocess.DEVNULL,
@@ -246,27 +245,27 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
     if not line:
         process.kill()
         code = process.wait()
-        why = _last_line(log, said_before)
+        why = _last_line(log, log_start)
         raise Permanent(f"the local control plane did not start (exit code {code}): {why} ({log})")
     if not is_owned:
         _reap(process)
-    return Started(process, json.loads(line)["url"])
+    return PlaneProcess(process, json.loads(line)["url"])
 
 
 def _environment() -> dict[str, str]:
     """The caller's, with this very atoll first, and without what is about the caller alone."""
     home = str(Path(atoll.__file__).resolve().parent.parent)
-    rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    paths = [home, *(os.path.abspath(part) for part in rest)]
-    kept = {
+    search_path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [home, *(os.path.abspath(part) for part in search_path)]
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in LEFT_OUT and not name.startswith("TORCHELASTIC_")
     }
-    if "KUBECONFIG" in kept:  # the server works in another directory
-        parts = kept["KUBECONFIG"].split(os.pathsep)
-        kept["KUBECONFIG"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
-    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    if "KUBECONFIG" in variables:  # the server works in another directory
+        parts = variables["KUBECONFIG"].split(os.pathsep)
+        variables["KUBECONFIG"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
+    return {**variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
@@ -289,7 +288,7 @@ def read_announcement(where: Path) -> dict[str, Any] | None:
     return None
 
 
-def found(where: Path, token: str | None) -> Address:
+def plane_address(where: Path, token: str | None) -> Address:
     """The server of this directory, and the token of its user unless there is another one."""
     endpoint = read_announcement(where)
     if endpoint is None:
@@ -300,10 +299,10 @@ def found(where: Path, token: str | None) -> Address:
 def _warn_if_other(where: Path) -> None:
     """It works with this release as far as it can; why some things do not is good to know."""
     endpoint = read_announcement(where) or {"release": atoll.__version__}
-    if words := difference(endpoint.get("release")):
+    if text := describe_difference(endpoint.get("release")):
         pid = endpoint["pid"]
         after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
-        warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
+        warnings.warn(f"{text}: {after}", OtherRelease, stacklevel=4)
 
 
 def read_token(where: Path) -> str:

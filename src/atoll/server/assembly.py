@@ -17,7 +17,7 @@ from atoll.core.metrics import RankUsage
 from atoll.core.ports import Executor, Store
 from atoll.metrics.collect import Collector
 from atoll.metrics.store import MetricStore
-from atoll.rounds.follow import RoundFollower, metrics_readers, store_access_of
+from atoll.rounds.follow import RoundFollower, metrics_uri_of, store_access_of
 from atoll.server.background import CONTROLLER, Work
 from atoll.server.deliver import Deliverer
 from atoll.server.gauges import Gauges
@@ -33,7 +33,7 @@ def assemble(
     kinds: Mapping[str, str],
     informer: Informer,
     clock: Callable[[], Now],
-    series: MetricStore,
+    metrics: MetricStore,
     gauges: Gauges,
     outbox: Outbox,
     round_stores: Sequence[RoundStore],
@@ -54,16 +54,16 @@ def assemble(
             executors,
             informer=informer,
             clock=clock,
-            on_pass=lambda done: gauges.reconciled(done.seconds),
-            idle_s=series.idle_tracker.idle_s,
-            rounds=series.rounds.observed,
+            on_pass=lambda done: gauges.record_pass(done.seconds),
+            idle_s=metrics.idle_tracker.idle_s,
+            rounds=metrics.rounds.observed,
         )
-        series.rounds.on_news = controller.wake
+        metrics.rounds.on_news = controller.wake
         return controller.run()
 
-    collector = Collector(series, metrics_readers(executors), machine_use, may_return)
+    collector = Collector(metrics, metrics_uri_of(executors), machine_use, may_return)
     follower = RoundFollower(
-        series.rounds, store_access_of(executors, kinds), round_stores, own_namespace
+        metrics.rounds, store_access_of(executors, kinds), round_stores, own_namespace
     )
     tasks: dict[str, Work] = {
         CONTROLLER: control,
