@@ -60,7 +60,7 @@ def wrapper_line(n: int, idle_s: float | None, rank: int = 0) -> bytes:
 def test_the_keeper_hears_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metric_store, heard = MetricStore(tmp_path / "db"), list[tuple[Any, ...]]()
     monkeypatch.setattr(
-        metric_store.idle,
+        metric_store.idle_tracker,
         "note",
         lambda uid, rank, **rest: heard.append((uid, rank, *rest.values())),
     )

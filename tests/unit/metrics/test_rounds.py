@@ -66,7 +66,7 @@ def test_a_reader_without_rounds_reads_such_a_batch() -> None:
 def test_the_oldest_rounds_are_dropped_and_counted_when_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_rounds, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(kept_rounds, "MAX_BYTES", 10_000)
     metric_store = MetricStore(tmp_path / "db").rounds
     metric_store.add_manifests("u", [seen(number) for number in range(1024)], "r", 1024)
     left = metric_store.rounds("u", "r")

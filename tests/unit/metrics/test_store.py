@@ -46,7 +46,7 @@ def test_the_log_is_folded_and_the_series_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "LOG_BYTES", 2_000)
-    monkeypatch.setattr(store, "MOST_BUCKETS", 50)
+    monkeypatch.setattr(store, "MAX_BUCKETS", 50)
     metric_store = MetricStore(tmp_path / "series.db")
     for n in range(1, 200):
         metric_store.take("u", [batch(n, points=3)])
@@ -64,7 +64,7 @@ def test_the_log_is_folded_and_the_series_are_the_same(
 def test_many_trainings_are_read_back_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_HELD", 3)
+    monkeypatch.setattr(store, "MAX_HELD", 3)
     metric_store = MetricStore(tmp_path / "series.db")
     for number in range(10):
         metric_store.take(f"u{number}", [batch(1, points=number + 1)])
@@ -74,7 +74,7 @@ def test_many_trainings_are_read_back_from_the_file(
 def test_series_of_a_large_training_share_the_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_OF_TRAINING", 400)
+    monkeypatch.setattr(store, "MAX_OF_TRAINING", 400)
     metric_store = MetricStore(tmp_path / "series.db")
     for n in range(1, 6):
         metric_store.take(
@@ -97,7 +97,7 @@ def test_a_removed_training_leaves_nothing(tmp_path: Path) -> None:
 def test_too_many_names_are_counted_as_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_SERIES", 2)
+    monkeypatch.setattr(store, "MAX_SERIES", 2)
     metric_store = MetricStore(tmp_path / "series.db")
     metric_store.take("u", [batch(n, name=f"n{n}") for n in range(1, 6)])
     assert [one.name for one in metric_store.series("u")] == ["n1", "n2"]

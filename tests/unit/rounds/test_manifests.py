@@ -146,7 +146,7 @@ def test_who_is_waited_for_and_who_has_left_shows() -> None:
     blobs = ObjectStore(store, "memory")
     decide(blobs, 0, {rank: upload(blobs, 0, rank) for rank in range(3)}, [])
     upload(blobs, 1, 0)
-    blobs.put(KEYS.departures("launch", 2, "left"), b"left")
+    blobs.put(KEYS.left("launch", 2, "left"), b"left")
     observation = RunReader(blobs, "run").observe()
     assert observation.waiting is not None
     assert (observation.waiting.round, observation.waiting.uploaded) == (1, [0])

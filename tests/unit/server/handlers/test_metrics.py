@@ -31,7 +31,7 @@ def test_what_nobody_has_read_yet_is_read_for_who_asks(tmp_path: Path) -> None:
     async def ask() -> Any:
         store = MemoryStore()
         stored = await store.create(over)
-        plane = SimpleNamespace(store=store, series=metric_store)
+        plane = SimpleNamespace(store=store, metrics=metric_store)
         call = SimpleNamespace(query=MetricsQuery(), key=stored.key, name="t", plane=plane)
         return msgspec.json.decode((await metrics(call)).body)  # type: ignore[arg-type]
 

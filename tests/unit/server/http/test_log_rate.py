@@ -34,4 +34,4 @@ def test_what_is_remembered_is_bounded() -> None:
     seldom = RateLimitFilter(lambda: 0.0)
     for number in range(5000):
         seldom.filter(logging.LogRecord("a", logging.ERROR, "", 1, f"text {number}", (), None))
-    assert len(seldom._seen) <= 1000
+    assert len(seldom._counts) <= 1000
