@@ -245,7 +245,7 @@ def rounds(plane: CrowdedPlane, uid: str, start: float, end: float) -> None:
             blocked = 40.0 if number > 41 else 6.0
             cost = RoundCost(rank, 81_000_000, 81_000_000 * 2, 24, 120.0, blocked)
             words.append(ReportedRound(run="run", fragment=0, round=number, cost=cost, facts=facts))
-    plane.series.rounds.add_words(uid, words)
+    plane.metrics.rounds.add_reports(uid, words)
 
 
 def fill(plane: CrowdedPlane) -> None:

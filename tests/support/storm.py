@@ -166,15 +166,19 @@ class Storm:
             self._struck |= {(r["pid"], r["startTicks"]) for r in picked}
             return [(r["pid"], r["startTicks"]) for r in picked]
         try:
-            keeper, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
+            metric_store, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
         except StopIteration:  # it is being replaced
             return []
         if kind == "guard":
-            guard = processes.parent(keeper[0])
+            guard = processes.parent(metric_store[0])
             is_guard = processes.command_line(guard)[3:4] == [b"guard"]
             return [_named(guard)] if is_guard else []
         self._shims[gang.uid] += 1
-        victims = {"keeper": [keeper], "supervisor": [supervisor], "pair": [keeper, supervisor]}
+        victims = {
+            "keeper": [metric_store],
+            "supervisor": [supervisor],
+            "pair": [metric_store, supervisor],
+        }
         return victims[kind]
 
     def _hit(self, pid: int, start_ticks: int, how: str) -> None:

@@ -150,7 +150,7 @@ def create(
     import asyncio
 
     from atoll.cli.output import full, print_json
-    from atoll.server.http.auth import hashed, new_token
+    from atoll.server.http.auth import hash_token, new_token
 
     check_name("namespace", namespace)
     if home is not None:
@@ -158,7 +158,7 @@ def create(
     else:
         secret = new_token()
         tokens = _tokens(state_dir)
-        record = asyncio.run(tokens.add(hashed(secret), namespace, label, time.time()))
+        record = asyncio.run(tokens.add(hash_token(secret), namespace, label, time.time()))
     print_json({"token": secret, **full(record)}) if is_json else print(secret)
 
 
@@ -283,9 +283,9 @@ def cancel_all(where: Path) -> list[str]:
 
 def stop_plane(where: Path) -> int | None:
     """Stop the control plane and return its pid; None if none ran."""
-    from atoll.sdk.embedded import announced, start_time
+    from atoll.sdk.embedded import read_announcement, start_time
 
-    endpoint = announced(where)
+    endpoint = read_announcement(where)
     if endpoint is None:
         return None
     pid = int(endpoint["pid"])

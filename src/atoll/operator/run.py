@@ -28,8 +28,6 @@ from atoll.backends.kubernetes.names import REPORT_KEY
 from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.controller.informer import INFORMER, Informer
-from atoll.controller.loop import Controller
-from atoll.controller.sweep import keep_swept
 from atoll.core.clock import Now
 from atoll.core.config import Config, parse
 from atoll.core.errors import (
@@ -41,14 +39,13 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.webhooks import Webhook
-from atoll.metrics.collect import Collector
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.operator.front import LeaderFront
 from atoll.operator.webhooks import WebhookEvents
-from atoll.rounds.follow import RoundFollower, metrics_readers, whose_of
 from atoll.server.app import create_app
+from atoll.server.assembly import assemble
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
-from atoll.server.deliver import Deliverer, load_webhooks
+from atoll.server.deliver import load_webhooks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
 from atoll.server.http.server import GuardedServer, listen
@@ -91,7 +88,7 @@ class Operator:
         operator that leads next may have the same volume."""
         background = BackgroundTasks()
         with (
-            contextlib.closing(SeriesKeeper(self.folder / "series.db")) as series,
+            contextlib.closing(MetricStore(self.folder / "series.db")) as metrics,
             contextlib.closing(
                 WebhookEvents(
                     self.cluster, self.namespace, self.folder / "outbox.db", self.webhooks
@@ -102,16 +99,16 @@ class Operator:
                 informing = background.running(INFORMER, self.informer.run)
                 await serving.enter_async_context(informing)
                 if self.front is not None:
-                    api = self._serving(self.front, series, background)
+                    api = self._serving(self.front, metrics, background)
                     await serving.enter_async_context(api)
                 # Another controller whenever the API server fails or refuses.
                 await background.keep_running(
-                    CONTROLLER, lambda: self._control(series, events, background)
+                    CONTROLLER, lambda: self._control(metrics, events, background)
                 )
 
     @contextlib.asynccontextmanager
     async def _serving(
-        self, front: LeaderFront, series: SeriesKeeper, background: BackgroundTasks
+        self, front: LeaderFront, metrics: MetricStore, background: BackgroundTasks
     ) -> AsyncIterator[None]:
         """The HTTP API answers."""
         cluster, key = self.api_cluster, self.options.get("report_key", "")
@@ -128,7 +125,7 @@ class Operator:
             informer=self.informer,
             gauges=self.gauges,
             clock=lambda: Now.at(cluster.time()),
-            series=series,
+            metrics=metrics,
             report_key=bytes.fromhex(key),
             background=background,
             sessions=Sessions(key),
@@ -142,46 +139,39 @@ class Operator:
             await store.close()
 
     async def _control(
-        self, series: SeriesKeeper, events: WebhookEvents, background: BackgroundTasks
+        self, metrics: MetricStore, events: WebhookEvents, background: BackgroundTasks
     ) -> None:
         """Runs a controller, and what goes on beside it; none of that ends the controller."""
         cluster = self.cluster
         store = KubernetesStore(cluster, self.namespace)
         executor = KubernetesBackend(**self.options, cluster=cluster, is_owner=True)
-        executors = {executor.name: executor}
-        controller = Controller(
-            store,
-            executors,
+        tasks = assemble(
+            store=store,
+            executors={executor.name: executor},
+            kinds={executor.name: KIND},
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
-            on_pass=lambda done: self.gauges.reconciled(done.seconds),
-            idle_s=series.idle_tracker.idle_s,
-            rounds=series.rounds.observed,
-        )
-        series.rounds.on_news = controller.wake
-        collector = Collector(series, metrics_readers(executors))
-        follower = RoundFollower(
-            series.rounds,
-            whose_of(executors, {executor.name: KIND}),
-            self.config.round_stores,
+            metrics=metrics,
+            gauges=self.gauges,
+            outbox=events.outbox,
+            round_stores=self.config.round_stores,
             own_namespace="",  # nobody here is the operator's own user
         )
-        works: dict[str, Work] = {
-            "sweep": lambda: keep_swept(store, executor),
-            "events for webhooks": events.run,
-            "webhooks": Deliverer(events.outbox).run,
-            "metrics": lambda: collector.run(self.informer),
-            "rounds": lambda: follower.run(self.informer),
-        }
+        control = tasks.pop(CONTROLLER)
+        tasks["events for webhooks"] = events.run
         try:
             await events.begin()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(controller.run())
-                for name, work in works.items():
-                    tasks.create_task(background.keep_running(name, work))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_run(control))
+                for name, work in tasks.items():
+                    group.create_task(background.keep_running(name, work))
         finally:
             await executor.stop()
             await store.close()
+
+
+async def _run(work: Work) -> None:
+    await work()
 
 
 async def run_operator(

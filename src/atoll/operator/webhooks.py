@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.resource import read_events
 from atoll.core.errors import AtollError, Gone, Temporary
 from atoll.core.webhooks import Webhook
-from atoll.metrics.file import SeriesFile
+from atoll.metrics.file import MetricFile
 from atoll.store.outbox import SCHEMA, Outbox
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ class WebhookEvents:
     ) -> None:
         self._cluster = cluster
         self._namespace = namespace
-        self._file = SeriesFile(path, SCHEMA + NOTED, "messages to webhooks")
+        self._file = MetricFile(path, SCHEMA + NOTED, "messages to webhooks")
         self.outbox = Outbox(lambda: self._file.db, self._writing, lambda: self._file)
         self.outbox.configure(webhooks)
         with self._file:

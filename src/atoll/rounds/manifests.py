@@ -27,17 +27,17 @@ from atoll.objectstore import ObjectInfo, ObjectStore
 
 MAX_AT_ONCE = 500  # manifests in one look
 MAX_ROSTER = 64 * 2**20  # bytes
-STILL_CHANGING = 3  # rounds whose uploads may still arrive
+CHANGING_ROUNDS = 3  # rounds whose uploads may still arrive
 
 log = logging.getLogger(__name__)
 
 
-class RunLook(NamedTuple):
+class RunObservation(NamedTuple):
     """What a look found: rounds that are new or have changed, the open one, and who has left."""
 
     rounds: list[RoundFacts]
     waiting: OpenRound | None
-    left: dict[int, str]
+    departures: dict[int, str]
     is_all: bool  # nothing is left for the next look
 
 
@@ -55,9 +55,9 @@ class RunReader:
         self.following = first  # no manifest of it, or of a later round, is known
         self._is_behind = True  # manifests may have been folded since the last look
 
-    def look(self) -> RunLook:
+    def observe(self) -> RunObservation:
         changed: dict[int, RoundFacts] = {}
-        since = max(0, self.following - STILL_CHANGING)
+        since = max(0, self.following - CHANGING_ROUNDS)
         listing = self._blobs.list(
             self._keys.uploads(), self._keys.uploads(since) if since else None
         )
@@ -72,13 +72,13 @@ class RunReader:
             self.following = max(self.following, manifest.round + 1)
         is_all = number < MAX_AT_ONCE
         self._is_behind = not is_all
-        for number in [n for n in self._recent if n < self.following - STILL_CHANGING]:
+        for number in [n for n in self._recent if n < self.following - CHANGING_ROUNDS]:
             del self._recent[number], self._uploads[number]
-        changed |= self._seen(listing)
-        return RunLook(
+        changed |= self._changed_uploads(listing)
+        return RunObservation(
             [changed[number] for number in sorted(changed)],
             self._waiting(listing) if is_all else None,
-            _left(listing),
+            _departures(listing),
             is_all,
         )
 
@@ -125,7 +125,7 @@ class RunReader:
         except (wire.Corrupt, msgspec.MsgspecError) as error:
             raise Permanent(f"{self._blobs.uri}: {key} is not a manifest: {error}") from error
 
-    def _seen(self, listing: list[ObjectInfo]) -> dict[int, RoundFacts]:
+    def _changed_uploads(self, listing: list[ObjectInfo]) -> dict[int, RoundFacts]:
         """Recent rounds of which uploads show more than before: sizes, and who came late."""
         sizes: dict[int, dict[int, int]] = {}
         late: dict[int, set[int]] = {}
@@ -175,6 +175,6 @@ def _names(listing: list[ObjectInfo]) -> Iterator[tuple[ObjectInfo, UploadName]]
             yield blob, name
 
 
-def _left(listing: list[ObjectInfo]) -> dict[int, str]:
+def _departures(listing: list[ObjectInfo]) -> dict[int, str]:
     marks = (LEFT.search(blob.key) for blob in listing)
     return {int(mark[2]): mark[3] for mark in marks if mark is not None}

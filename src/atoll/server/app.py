@@ -19,14 +19,14 @@ from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Now
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server import api
 from atoll.server.background import BackgroundTasks, Work
 from atoll.server.basilica import answers, deployments
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
 from atoll.server.http import problems
-from atoll.server.http.auth import caller, check_host
+from atoll.server.http.auth import authenticate, check_host
 from atoll.server.http.operations import JSON, Operation, PathEndpoint, Plane, routes
 from atoll.server.http.streams import Streams
 from atoll.server.ui import routes as ui
@@ -44,7 +44,7 @@ def create_app(
     informer: Informer | None = None,
     gauges: Gauges | None = None,
     clock: Callable[[], Now] | None = None,
-    series: SeriesKeeper | None = None,
+    metrics: MetricStore | None = None,
     sessions: Sessions | None = None,
     report_key: bytes = b"",
     background: BackgroundTasks | None = None,
@@ -74,7 +74,7 @@ def create_app(
         Rows(store),
         setup,
         clock,
-        series=series,
+        metrics=metrics,
         report_key=report_key,
         sessions=sessions or Sessions(),
         background=background or BackgroundTasks(),
@@ -94,7 +94,7 @@ def create_app(
             await running.enter_async_context(lifespan())
             yield
 
-    rows = api.native(is_metrics_open=is_metrics_open)
+    rows = api.native_operations(is_metrics_open=is_metrics_open)
 
     document = cache(partial(_document, rows))  # nobody needs a token to ask for it
 
@@ -102,7 +102,7 @@ def create_app(
         return Response(document(), media_type=JSON)
 
     table = [
-        *routes(rows, plane, caller, problems.on_error),
+        *routes(rows, plane, authenticate, problems.on_error),
         *deployments.routes_of(plane),
         *ui.routes_of(plane),
         Route("/openapi.json", PathEndpoint({"GET": openapi}, problems.on_error)),

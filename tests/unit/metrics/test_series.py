@@ -91,7 +91,7 @@ def test_values_that_are_not_finite_are_counted_and_shown_and_hide_no_other() ->
 
 def test_a_series_is_the_same_after_it_was_packed() -> None:
     series = series_of([float(n) for n in range(100)], most=20)
-    again = Series.unpacked(series.packed())
+    again = Series.unpack(series.pack())
     assert again.columns == series.columns
     assert again.width == series.width
 

@@ -36,7 +36,6 @@ class Setup:
     notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
     # Since when statuses cannot be written, and why; None where they can.
     stale: Callable[[], tuple[float, str] | None] = lambda: None
-    read_only: str = ""  # why nothing can be written, and what to do; empty if all is well
     new_token: str = "atoll token create"  # how a token is made for this control plane
     restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
 
@@ -59,21 +58,20 @@ class Setup:
 
     def check_namespace(self, name: str | None, namespace: str) -> None:
         """Raises ValidationError where ranks of this namespace would not be kept from others'."""
-        home = self.only.get(name or "", namespace)
-        if namespace != home:
+        owner = self.only.get(name or "", namespace)
+        if namespace != owner:
             raise ValidationError(
                 "executor",
                 name,
                 f"its ranks all run as one user, so those of the namespace {namespace!r} could "
-                f"read and stop everything of {home!r}: 'atoll serve --shared-namespaces' allows "
+                f"read and stop everything of {owner!r}: 'atoll serve --shared-namespaces' allows "
                 "it where all who have a token trust each other",
             )
 
-    def remark(self) -> str:
+    def message(self) -> str:
         """A note for readers of the list; empty if there is nothing to say."""
         changed = f"{self.config} has changed since the control plane was started: {self.restart}"
-        first = [self.read_only] * bool(self.read_only) + [changed] * self.is_changed()
-        return "\n".join([*first, *self.notes()])
+        return "\n".join([*([changed] if self.is_changed() else []), *self.notes()])
 
 
 def default_executor(plane: Plane) -> str | None:
@@ -81,7 +79,7 @@ def default_executor(plane: Plane) -> str | None:
     return plane.setup.default_of(plane.executors)
 
 
-def admitted(
+def admit(
     spec: TrainingSpec, plane: Plane, namespace: str, *, is_code_stored: bool = False
 ) -> TrainingSpec:
     """The spec to store, with its executor named. Raises ValidationError if none accepts it, and
@@ -140,30 +138,30 @@ def executor_of(training: Training, plane: Plane) -> Executor:
     """The executor that has the ranks and logs of a training. Raises Temporary without it."""
     executor = plane.executors.get(training.executor)
     if executor is None:
-        why = plane.setup.refusal(training.executor, plane.executors)
-        raise Temporary(f"the executor {training.executor!r} is not available: {why}")
+        error = plane.setup.refusal(training.executor, plane.executors)
+        raise Temporary(f"the executor {training.executor!r} is not available: {error}")
     return executor
 
 
-async def probed(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:
+async def probe_executors(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:
     """The status of every executor. All are probed at once, and each has `PROBE_S` to answer."""
     default = setup.default_of(executors)
-    reasons = await asyncio.gather(*(_why_not(executor) for executor in executors.values()))
-    whys = {**dict(zip(executors, reasons, strict=True)), **setup.unusable}
+    reasons = await asyncio.gather(*(_probe_error(executor) for executor in executors.values()))
+    errors = {**dict(zip(executors, reasons, strict=True)), **setup.unusable}
     items = [
         ExecutorStatus(
             name=name,
             kind=setup.kinds.get(name, name),
-            is_reachable=not why,
-            message=why,
+            is_reachable=not error,
+            message=error,
             is_default=name == default,
         )
-        for name, why in sorted(whys.items())
+        for name, error in sorted(errors.items())
     ]
-    return ExecutorList(items=items, config=setup.config, message=setup.remark())
+    return ExecutorList(items=items, config=setup.config, message=setup.message())
 
 
-async def _why_not(executor: Executor) -> str:
+async def _probe_error(executor: Executor) -> str:
     """Why the executor is not reachable, in one line; empty if it answers."""
     try:
         async with asyncio.timeout(PROBE_S):

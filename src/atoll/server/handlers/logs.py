@@ -29,11 +29,11 @@ from atoll.server.http.operations import NDJSON, Answer, ApiCall, stream_answer
 
 log = logging.getLogger(__name__)
 
-BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
+HEARTBEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
 MAX_HITS = 1000
 
 Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Moment = Annotated[float, Meta(ge=0, le=1e12)]
+Timestamp = Annotated[float, Meta(ge=0, le=1e12)]
 SearchText = Annotated[str, Meta(min_length=1, max_length=1000, pattern="^[^\\n]*$")]
 Around = Annotated[int, Meta(ge=0, le=1000)]
 Offsets = Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,19}(,[0-9]{1,10}:[0-9]{1,19})*$")]
@@ -67,9 +67,9 @@ class LogQuery(ReportQuery, frozen=True, rename="camel"):
     rank: list[RankNumber] = []
     tail: LineCount | None = None
     follow: bool = False
-    # Continue after these lines, as `rank:at,…`: the `at` of a line, or the `offsets` sent first.
+    # Continue after these lines, as `rank:at,…`: the `at` of a line, or the `places` sent first.
     offsets: Offsets | None = None
-    since: Moment | None = None  # only lines of that time or later
+    since: Timestamp | None = None  # only lines of that time or later
     search: SearchText | None = None  # only lines that contain this
     ignore_case: bool = False
     # Lines of one rank around a place: so many that end there or before, so many that follow.
@@ -98,11 +98,11 @@ async def logs(call: ApiCall) -> Answer:
             return _streamed(call, _lines_of(hits))
     follow = partial(call.plane.informer.is_over, training) if query.follow else None
     lines, head = await _open_logs(executor, training, query, follow)
-    return _streamed(call, _encoded(_chosen(lines, query), head))
+    return _streamed(call, _encoded(_select(lines, query), head))
 
 
 def _streamed(call: ApiCall, source: AsyncIterator[bytes]) -> Answer:
-    return stream_answer(call.plane.streams.run(source, heartbeat=BEAT, cut=CUT), NDJSON)
+    return stream_answer(call.plane.streams.run(source, heartbeat=HEARTBEAT, cut=CUT), NDJSON)
 
 
 def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
@@ -118,17 +118,17 @@ def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
     return Response(body, media_type=NDJSON)
 
 
-async def _chosen(lines: AsyncIterator[LogLine], query: LogQuery) -> AsyncIterator[LogLine]:
+async def _select(lines: AsyncIterator[LogLine], query: LogQuery) -> AsyncIterator[LogLine]:
     """The lines that the query asks for; one without a time is not since any."""
-    since, word = query.since, query.search
-    if word is not None and query.ignore_case:
-        word = word.lower()
+    since, needle = query.since, query.search
+    if needle is not None and query.ignore_case:
+        needle = needle.lower()
     try:
         async for line in lines:
             if since is not None and (line.time is None or line.time < since):
                 continue
             text = line.text.lower() if query.ignore_case else line.text
-            if word is None or word in text:
+            if needle is None or needle in text:
                 yield line
     finally:
         if hasattr(lines, "aclose"):
@@ -153,7 +153,7 @@ async def _search(
     async with contextlib.aclosing(hits):
         async for hit in hits:
             if hit is None:
-                yield BEAT
+                yield HEARTBEAT
                 continue
             count += 1
             if hit.at is not None:
@@ -170,7 +170,7 @@ async def _file_hits(
     call: ApiCall, folder: Path, text: str, query: LogQuery | SearchQuery
 ) -> AsyncGenerator[LogMatch | None, None]:
     """Hits in order of rank and place, found in a thread, step by step; None between steps."""
-    looked = LogSearch(
+    search_step = LogSearch(
         folder,
         text,
         ranks=query.rank or None,
@@ -179,7 +179,7 @@ async def _file_hits(
     )
     while True:
         async with call.plane.searches:
-            hits = await asyncio.to_thread(looked.step)
+            hits = await asyncio.to_thread(search_step.step)
         if hits is None:
             return
         for hit in hits:
@@ -192,10 +192,10 @@ async def _line_hits(
     training: Training, executor: Executor, query: SearchQuery
 ) -> AsyncGenerator[LogMatch | None, None]:
     """The same where the lines have to be asked for."""
-    word = query.q.lower() if query.ignore_case else query.q
+    needle = query.q.lower() if query.ignore_case else query.q
     lines = executor.logs(training, ranks=query.rank or None)
     async for line in without_results(lines):
-        if word in (line.text.lower() if query.ignore_case else line.text):
+        if needle in (line.text.lower() if query.ignore_case else line.text):
             at = getattr(line, "at", None)
             yield LogMatch(rank=line.rank, text=line.text[:4096], time=line.time, at=at)
 
@@ -203,7 +203,7 @@ async def _line_hits(
 async def _lines_of(hits: AsyncGenerator[LogMatch | None, None]) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(hits):
         async for hit in hits:
-            yield BEAT if hit is None else encode(hit) + b"\n"
+            yield HEARTBEAT if hit is None else encode(hit) + b"\n"
 
 
 def read_offsets(text: str | None) -> dict[int, int]:

@@ -25,7 +25,7 @@ from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList
 from atoll.core.warnings import find_warnings, merge_warnings
 from atoll.server.handlers.admission import (
-    admitted,
+    admit,
     check_backend,
     check_growth,
     check_run,
@@ -73,7 +73,7 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: ApiCall) -> Answer:
-    spec = admitted(call.body, call.plane, call.namespace)
+    spec = admit(call.body, call.plane, call.namespace)
     _check_default(call, spec)
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane, call.namespace)
@@ -119,14 +119,16 @@ async def read(call: ApiCall) -> Answer:
     last_event_id(call)  # checked also where it is not needed
     if query.watch:
         return await watch(call, call.name)
-    _only_with_watch(query)
+    _check_watch_options(query)
     training = await call.plane.store.get(call.key)
-    series = call.plane.series
-    if series is not None:
-        if series.catch_up and training.status.phase.is_terminal:
-            await series.catch_up(training)  # ranks report last as they end
+    metrics = call.plane.metrics
+    if metrics is not None:
+        if metrics.catch_up and training.status.phase.is_terminal:
+            await metrics.catch_up(training)  # ranks report last as they end
         # The controller writes warnings a moment later.
-        found = find_warnings(training, training.status.ranks, series.rounds.observed(training.uid))
+        found = find_warnings(
+            training, training.status.ranks, metrics.rounds.observed(training.uid)
+        )
         status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())
@@ -143,7 +145,7 @@ async def read_many(call: ApiCall) -> Answer:
             value = getattr(query, option, query.continue_)
             raise ValidationError(option, value, "not with watch")
         return await watch(call, None)
-    _only_with_watch(query)
+    _check_watch_options(query)
     version = await call.plane.store.version()
     page = await call.plane.store.page(
         call.namespace,
@@ -157,7 +159,7 @@ async def read_many(call: ApiCall) -> Answer:
     return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
 
 
-def _only_with_watch(query: OneQuery) -> None:
+def _check_watch_options(query: OneQuery) -> None:
     for option in ("after", "timeout"):
         if getattr(query, option) is not None:
             raise ValidationError(option, getattr(query, option), "expected only with watch")

@@ -13,15 +13,15 @@ from atoll.core.ports import Change
 from atoll.core.status import Training
 
 STALE = "StatusStale"
-KEPT_BYTES = 8 * 2**20
+CACHE_BYTES = 8 * 2**20
 MASK = "***"  # for the value of a variable: it may be a secret
 
 
 class EncodedChanges:
     """The newest changes as server-sent events, by version. Older ones are encoded anew."""
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept_bytes = kept_bytes
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._bytes = 0
         self._by_version: OrderedDict[int, bytes] = OrderedDict()
 
@@ -30,7 +30,7 @@ class EncodedChanges:
         if event is None:
             event = self._by_version[change.version] = event_bytes(change)
             self._bytes += len(event)
-            while self._bytes > self._kept_bytes and len(self._by_version) > 1:
+            while self._bytes > self._max_bytes and len(self._by_version) > 1:
                 self._bytes -= len(self._by_version.popitem(last=False)[1])
         return event
 

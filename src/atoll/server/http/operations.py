@@ -27,11 +27,11 @@ from atoll.core.errors import ValidationError
 from atoll.core.model import convert, encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.spec import MAX_SPEC_BYTES
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server.background import BackgroundTasks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
-from atoll.server.http.bodies import Bodies, decoded
+from atoll.server.http.bodies import Bodies, decode_body
 from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.streams import Streams
 from atoll.server.ui.cache import TTLCache
@@ -71,7 +71,7 @@ class Plane:
     clock: Callable[[], Now] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
-    series: SeriesKeeper | None = None  # None: figures of ranks are not kept here
+    metrics: MetricStore | None = None  # None: figures of ranks are not kept here
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
@@ -133,7 +133,7 @@ class Operation:
     is_open: bool = False
 
     @property
-    def is_named(self) -> bool:
+    def has_name(self) -> bool:
         return "{name}" in self.path
 
 
@@ -200,14 +200,14 @@ def _request_handler(operation: Operation, plane: Plane, guard: Guard) -> Reques
     async def run(request: Request) -> Response:
         namespace = "" if operation.is_open else await guard(plane, request)
         name = request.path_params.get("name", "")
-        if operation.is_named:
+        if operation.has_name:
             check_name("name", name)
         query = read_query(request, operation.query)
-        async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as turn:
             body: Any = None
             if operation.body is not None:
-                data = await plane.bodies.read(request, namespace, operation.max_body, held)
-                body = await decoded(data, operation.body)
+                data = await plane.bodies.read(request, namespace, operation.max_body, turn)
+                body = await decode_body(data, operation.body)
             return await operation.handler(ApiCall(plane, request, namespace, name, query, body))
 
     return run

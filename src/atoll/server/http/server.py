@@ -26,14 +26,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 import atoll
 from atoll.backends.local.plane_socket import peer_uid
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.sdk.release import HEADER
+from atoll.sdk.effects import HEADER
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 BACKLOG = 2048
 # Connections that asyncio accepts in a row. It tells of each that finds no file left.
-ACCEPTED_AT_ONCE = 16
+ACCEPT_BATCH = 16
 HEAD_BYTES = 2**16
 MAX_FILES = 2**16
 SWEEP_S = 1.0
@@ -44,24 +44,24 @@ class Limits:
     """What one server allows. Times are in seconds."""
 
     connections: int = 4096
-    strangers: int = 1024  # of these
-    of_namespace: int = 2048  # of these
+    unauthenticated: int = 1024  # of these
+    per_namespace: int = 2048  # of these
     head_s: float = 10.0  # for the head of a request, and a TLS handshake
     idle_s: float = 100.0  # between two requests; longer than clients keep theirs
-    stranger_idle_s: float = 10.0
+    unauthenticated_idle_s: float = 10.0
     body_s: float = 30.0  # for the body, and as long again for each `body_rate`
     body_rate: float = 50_000.0  # bytes per second of the slowest upload
-    unread_s: float = 60.0  # for an answer of which nothing is read
+    write_timeout_s: float = 60.0  # for an answer of which nothing is read
 
 
-def limits_of(files: int, **changes: Any) -> Limits:
+def limits_for(files: int, **changes: Any) -> Limits:
     """The limits of a server that may open so many files. Half of them are for its other work."""
     most = max(16, min(files // 2, Limits.connections * 4))
     return Limits(
         **{
             "connections": most,
-            "strangers": max(8, most // 4),
-            "of_namespace": max(8, most // 2),
+            "unauthenticated": max(8, most // 4),
+            "per_namespace": max(8, most // 2),
             **changes,
         }
     )
@@ -70,20 +70,20 @@ def limits_of(files: int, **changes: Any) -> Limits:
 def raise_file_limit() -> int:
     """Raises the soft limit of open files as far as is allowed and useful; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-class Door:
+class ConnectionLimiter:
     """All connections of one server. `protocol` is what uvicorn makes one of for each."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.strangers: dict[Connection, None] = {}  # the oldest first
-        self.known: Counter[str] = Counter()  # connections by namespace
+        self.unauthenticated: dict[Connection, None] = {}  # the oldest first
+        self.authenticated: Counter[str] = Counter()  # connections by namespace
         self.open: set[Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -92,65 +92,69 @@ class Door:
 
     def enter(self, connection: Connection) -> None:
         self.open.add(connection)
-        self.strangers[connection] = None
-        if len(self.strangers) > self.limits.strangers:
-            oldest = next((c for c in self.strangers if c.is_waiting), next(iter(self.strangers)))
-            self.strangers.pop(oldest)
+        self.unauthenticated[connection] = None
+        if len(self.unauthenticated) > self.limits.unauthenticated:
+            oldest = next(
+                (c for c in self.unauthenticated if c.is_waiting), next(iter(self.unauthenticated))
+            )
+            self.unauthenticated.pop(oldest)
             oldest.give_up()
         if self._sweep is None:
-            self._plan(connection.loop)
+            self._schedule(connection.loop)
 
     def leave(self, connection: Connection) -> None:
         self.open.discard(connection)
-        self.strangers.pop(connection, None)
+        self.unauthenticated.pop(connection, None)
         if connection.namespace is not None:
-            self.known[connection.namespace] -= 1
+            self.authenticated[connection.namespace] -= 1
 
-    def introduce(self, connection: Connection, namespace: str) -> None:
+    def authenticate(self, connection: Connection, namespace: str) -> None:
         """The connection has shown a token. Raises Temporary if its namespace has too many."""
         if connection.namespace == namespace or connection not in self.open:
             return
         limits = self.limits
-        if self.known[namespace] >= limits.of_namespace:
+        if self.authenticated[namespace] >= limits.per_namespace:
             raise Temporary(
-                f"the namespace {namespace!r} has {limits.of_namespace} connections open, as many "
+                f"the namespace {namespace!r} has {limits.per_namespace} connections open, as many "
                 "as it may: close some, then try again"
             )
-        if self.known.total() >= limits.connections - limits.strangers:
+        if self.authenticated.total() >= limits.connections - limits.unauthenticated:
             raise Temporary("too many connections are open: try again later")
         if connection.namespace is not None:
-            self.known[connection.namespace] -= 1
-        self.strangers.pop(connection, None)
+            self.authenticated[connection.namespace] -= 1
+        self.unauthenticated.pop(connection, None)
         connection.namespace = namespace
-        self.known[namespace] += 1
+        self.authenticated[namespace] += 1
 
-    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._sweep = loop.call_later(min(SWEEP_S, self.limits.head_s / 4), self._look, loop)
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._sweep = loop.call_later(
+            min(SWEEP_S, self.limits.head_s / 4), self._check_deadlines, loop
+        )
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_deadlines(self, loop: asyncio.AbstractEventLoop) -> None:
         """Ends what has kept the server waiting for too long. Without connections it rests."""
         now = time.monotonic()
         for connection in list(self.open):
             connection.check(now)
         self._sweep = None
         if self.open:
-            self._plan(loop)
+            self._schedule(loop)
 
 
 class Connection(HttpToolsProtocol):
     """One connection of uvicorn, with a deadline for whatever is waited for."""
 
-    def __init__(self, door: Door, *args: Any, **options: Any) -> None:
+    def __init__(self, limiter: ConnectionLimiter, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.door = door
+        self.limiter = limiter
         self.namespace: str | None = None
         self._deadline: float | None = None
         self._head_bytes = 0
         self._is_head = True
         self._body_bytes = 0
         self._body_since = 0.0
-        self._unread = 0
-        self._unread_since: float | None = None
+        self._pending_bytes = 0
+        self._stuck_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -158,11 +162,11 @@ class Connection(HttpToolsProtocol):
         if connection.family == socket.AF_UNIX and peer_uid(connection) != os.geteuid():
             transport.abort()  # of another user: not a byte of it is read
             return
-        self._deadline = time.monotonic() + self.door.limits.head_s
-        self.door.enter(self)
+        self._deadline = time.monotonic() + self.limiter.limits.head_s
+        self.limiter.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.door.leave(self)
+        self.limiter.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -179,18 +183,18 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"]["connection"] = self
         self._is_head, self._head_bytes = True, 0
-        self._deadline = time.monotonic() + self.door.limits.head_s
+        self._deadline = time.monotonic() + self.limiter.limits.head_s
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._is_head = False
         self._body_bytes, self._body_since = 0, time.monotonic()
-        self._deadline = self._body_since + self.door.limits.body_s
+        self._deadline = self._body_since + self.limiter.limits.body_s
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._body_bytes += len(body)
-        limits = self.door.limits
+        limits = self.limiter.limits
         self._deadline = self._body_since + limits.body_s + self._body_bytes / limits.body_rate
 
     def on_message_complete(self) -> None:
@@ -204,12 +208,12 @@ class Connection(HttpToolsProtocol):
             return
         if not is_all_here:  # it was answered before its body came, which nobody wants any more
             self.transport.close()
-        limits = self.door.limits
-        idle_s = limits.stranger_idle_s if self.namespace is None else limits.idle_s
+        limits = self.limiter.limits
+        idle_s = limits.unauthenticated_idle_s if self.namespace is None else limits.idle_s
         self._deadline = time.monotonic() + idle_s
 
-    def belongs_to(self, namespace: str) -> None:
-        self.door.introduce(self, namespace)
+    def authenticate(self, namespace: str) -> None:
+        self.limiter.authenticate(self, namespace)
 
     @property
     def is_waiting(self) -> bool:
@@ -218,19 +222,19 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Ends the connection if it is late, or if nobody reads what it is sent."""
-        unread = self.transport.get_write_buffer_size()
+        pending_bytes = self.transport.get_write_buffer_size()
         if self._deadline is not None and self.flow.read_paused:
             self._body_since += SWEEP_S  # it is the server that does not read
             self._deadline += SWEEP_S
-        elif self._deadline is not None and now > self._deadline and unread == 0:
+        elif self._deadline is not None and now > self._deadline and pending_bytes == 0:
             self.give_up()
-        if unread == 0 or unread < self._unread:
-            self._unread_since = None
-        elif self._unread_since is None:
-            self._unread_since = now
-        elif now - self._unread_since > self.door.limits.unread_s:
+        if pending_bytes == 0 or pending_bytes < self._pending_bytes:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > self.limiter.limits.write_timeout_s:
             self.transport.abort()
-        self._unread = unread
+        self._pending_bytes = pending_bytes
 
     def give_up(self) -> None:
         """Closes the connection; says why where a request had begun."""
@@ -257,7 +261,7 @@ class GuardedServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None
     ) -> None:
-        self.door = Door(limits or limits_of(raise_file_limit()))
+        self.limiter = ConnectionLimiter(limits or limits_for(raise_file_limit()))
         self.tls = tls
         super().__init__(
             uvicorn.Config(
@@ -270,7 +274,7 @@ class GuardedServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 headers=[(HEADER, atoll.__version__)],
-                timeout_keep_alive=int(self.door.limits.idle_s),
+                timeout_keep_alive=int(self.limiter.limits.idle_s),
                 timeout_graceful_shutdown=3,
             )
         )
@@ -288,7 +292,7 @@ class GuardedServer(uvicorn.Server):
         """Serves who connects to the socket, which is closed when the server stops."""
 
         def accept() -> asyncio.Protocol:
-            return self.door.protocol(self.config, self.server_state, self.lifespan.state)
+            return self.limiter.protocol(self.config, self.server_state, self.lifespan.state)
 
         # What does not leave this machine, and is the user's own, needs no certificate.
         tls = None if listening.family == socket.AF_UNIX else self.tls
@@ -296,8 +300,8 @@ class GuardedServer(uvicorn.Server):
             accept,
             sock=listening,
             ssl=tls,
-            ssl_handshake_timeout=None if tls is None else self.door.limits.head_s,
-            backlog=ACCEPTED_AT_ONCE,
+            ssl_handshake_timeout=None if tls is None else self.limiter.limits.head_s,
+            backlog=ACCEPT_BATCH,
         )
         listening.listen(BACKLOG)  # for those that wait to be accepted
         self.servers.append(server)
@@ -325,7 +329,7 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def tls_of(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+def load_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     """The TLS of a server, or None for plain HTTP. Raises ValidationError in one line for what is
     missing, unreadable or no pair."""
     if certificate is None and key is None:

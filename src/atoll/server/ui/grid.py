@@ -27,8 +27,8 @@ from atoll.core.rounds import (
     with_absent,
 )
 from atoll.core.status import Training
-from atoll.metrics.rounds import RoundKeeper
-from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, chosen, why_of
+from atoll.metrics.rounds import RoundTable
+from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, describe_source, select_rounds
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 N = TypeVar("N", int, float)
@@ -79,23 +79,26 @@ async def rounds(call: ApiCall) -> Answer:
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
-    if call.plane.series is None:
+    if call.plane.metrics is None:
         return json_answer(
             grid_of([], None, "this control plane does not store rounds", MAX_COLUMNS)
         )
-    keeper = call.plane.series.rounds
-    return json_answer(await asyncio.to_thread(_grid, keeper, training, query))
+    table = call.plane.metrics.rounds
+    return json_answer(await asyncio.to_thread(_grid, table, training, query))
 
 
-def _grid(keeper: RoundKeeper, training: Training, query: GridQuery) -> RoundGrid:
+def _grid(table: RoundTable, training: Training, query: GridQuery) -> RoundGrid:
     uid = training.uid
-    run = keeper.run_of(uid)
-    summary, source = with_absent(keeper.summary(uid), training), why_of(keeper.look(uid))
+    run = table.run_of(uid)
+    summary, source = (
+        with_absent(table.summary(uid), training),
+        describe_source(table.observation(uid)),
+    )
     if run is None:
         return grid_of([], summary, source, query.columns)
     selection = RoundsQuery(from_=query.from_, to=query.to)
-    items = chosen(keeper, uid, run, selection)
-    return grid_of(items, summary, source, query.columns, keeper.dropped(uid, run)[0])
+    items = select_rounds(table, uid, run, selection)
+    return grid_of(items, summary, source, query.columns, table.dropped(uid, run)[0])
 
 
 def grid_of(

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from atoll.server.http import problems
-from atoll.server.http.auth import caller, check_dashboard_host
+from atoll.server.http.auth import authenticate, check_dashboard_host
 from atoll.server.http.operations import Operation, PathEndpoint, Plane, RequestHandler, routes
 from atoll.server.ui import assets, auth, grid, views
 
@@ -49,7 +49,7 @@ PAGES = ("/", "/in", "/compare", "/t/{path:path}")
 
 def routes_of(plane: Plane) -> list[Route]:
     return [
-        *routes(OPERATIONS, plane, caller, problems.on_error),
+        *routes(OPERATIONS, plane, authenticate, problems.on_error),
         *(Route(path, _page(plane, assets.shell)) for path in PAGES),
         Route("/assets/{path:path}", _page(plane, assets.asset)),
     ]

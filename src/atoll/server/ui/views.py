@@ -18,8 +18,8 @@ from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.metrics.bins import band_of
 from atoll.metrics.series import AT, MEAN, Series
-from atoll.metrics.store import OneSeries, SeriesKeeper
-from atoll.server.handlers.logs import Moment
+from atoll.metrics.store import LabeledSeries, MetricStore
+from atoll.server.handlers.logs import Timestamp
 from atoll.server.handlers.metrics import spark_of
 from atoll.server.http.encoded import with_staleness
 from atoll.server.http.operations import (
@@ -70,8 +70,8 @@ class MetricBandsQuery(Query, frozen=True):
     # Without `rank`: how many to draw, those furthest from the mean.
     furthest: Annotated[int, Meta(ge=0, le=8)] = 0
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
-    start: Moment | None = None
-    end: Moment | None = None
+    start: Timestamp | None = None
+    end: Timestamp | None = None
     uid: str | None = None
 
 
@@ -126,13 +126,14 @@ async def rows(call: ApiCall) -> Answer:
 
 
 def _add_sparklines(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow]:
-    keeper = call.plane.series
-    if keeper is None:
+    metric_store = call.plane.metrics
+    if metric_store is None:
         return items
     with contextlib.suppress(Temporary):  # rows are useful without them
         return [
             replace(
-                _with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid)
+                _with_loss(row, metric_store.first(row.uid, LOSS)),
+                round=metric_store.rounds.reached(row.uid),
             )
             for row in items
         ]
@@ -149,11 +150,11 @@ def _with_loss(row: TrainingRow, series: Series | None) -> TrainingRow:
 async def page(call: ApiCall) -> Answer:
     training = await _training(call)
     attempts = await call.plane.store.attempts(call.key)
-    keeper, now = call.plane.series, call.plane.clock()
-    await _catch_up(keeper, training)
+    metric_store, now = call.plane.metrics, call.plane.clock()
+    await _catch_up(metric_store, training)
 
     def build() -> TrainingPage:
-        names = None if keeper is None else _names(keeper, training.uid)
+        names = None if metric_store is None else _names(metric_store, training.uid)
         return page_of(training, now, attempts, names)
 
     return json_answer(await asyncio.to_thread(build))
@@ -183,15 +184,15 @@ def parse_ranks(text: str) -> set[int]:
     return requested
 
 
-async def _catch_up(keeper: SeriesKeeper | None, training: Training) -> None:
+async def _catch_up(metric_store: MetricStore | None, training: Training) -> None:
     """Reads the last metrics of a training that has ended: its page does not ask again."""
-    if keeper is not None and keeper.catch_up and training.status.phase.is_terminal:
-        await keeper.catch_up(training)
+    if metric_store is not None and metric_store.catch_up and training.status.phase.is_terminal:
+        await metric_store.catch_up(training)
 
 
-def _names(keeper: SeriesKeeper, uid: str) -> list[MetricName]:
+def _names(metric_store: MetricStore, uid: str) -> list[MetricName]:
     counts: dict[str, set[int]] = {}
-    for rank, _, name in keeper.keys(uid):
+    for rank, _, name in metric_store.keys(uid):
         counts.setdefault(name, set()).add(rank)
     return [MetricName(name=name, ranks=len(ranks)) for name, ranks in sorted(counts.items())]
 
@@ -206,9 +207,9 @@ async def _training(call: ApiCall) -> Training:
 async def metric_bands(call: ApiCall) -> Answer:
     query: MetricBandsQuery = call.query
     training = await _training(call)
-    if call.plane.series is None:
+    if call.plane.metrics is None:
         return json_answer(MetricBandList(names=[], items=[], has_store=False))
-    await _catch_up(call.plane.series, training)
+    await _catch_up(call.plane.metrics, training)
     key = (training.uid, encode(query))
     body = await call.plane.metric_cache.body(
         key, lambda: encode(_metric_bands(call, training.uid))
@@ -217,11 +218,11 @@ async def metric_bands(call: ApiCall) -> Answer:
 
 
 def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
-    query, keeper = call.query, call.plane.series
-    assert keeper is not None
+    query, metric_store = call.query, call.plane.metrics
+    assert metric_store is not None
     items = []
     for name in query.name[:MAX_CURVES]:
-        every = [one for one in keeper.series(uid, [name]) if len(one.series)]
+        every = [one for one in metric_store.series(uid, [name]) if len(one.series)]
         if not every:
             continue
         start = min(one.series.columns[AT][0] for one in every)
@@ -232,26 +233,26 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
             own = [one for one in every if one.rank == rank]
             if own:
                 items.append(_metric_band(name, rank, own, start, end, query.bins))
-    return MetricBandList(names=_names(keeper, uid), items=items)
+    return MetricBandList(names=_names(metric_store, uid), items=items)
 
 
-def furthest(series: list[OneSeries], count: int) -> list[int]:
+def furthest(series: list[LabeledSeries], count: int) -> list[int]:
     """At most `count` ranks whose newest value is furthest from the mean."""
-    lasts: dict[int, float] = {}
+    newest_values: dict[int, float] = {}
     for one in series:
         value = one.series.columns[MEAN][-1]
         if isfinite(value):
-            lasts[one.rank] = value
-    if not lasts or len(lasts) < 2:
+            newest_values[one.rank] = value
+    if not newest_values or len(newest_values) < 2:
         return []
-    middle = fsum(lasts.values()) / len(lasts)
-    far = {rank: abs(value - middle) for rank, value in lasts.items()}
+    middle = fsum(newest_values.values()) / len(newest_values)
+    far = {rank: abs(value - middle) for rank, value in newest_values.items()}
     order = sorted(far, key=lambda rank: (-far[rank], rank))
     return sorted(rank for rank in order[:count] if far[rank] > MIN_SPREAD * abs(middle))
 
 
 def _metric_band(
-    name: str, rank: int | None, series: list[OneSeries], start: float, end: float, bins: int
+    name: str, rank: int | None, series: list[LabeledSeries], start: float, end: float, bins: int
 ) -> MetricBand:
     band = band_of([one.series for one in series], start, end, bins)
     return MetricBand(name=name, rank=rank, **band._asdict())

@@ -6,14 +6,14 @@ import pytest
 
 from atoll.core.errors import ValidationError
 from atoll.metrics.series import Series, point_of
-from atoll.metrics.store import OneSeries
+from atoll.metrics.store import LabeledSeries
 from atoll.server.ui.views import MAX_RANKS, furthest, parse_ranks
 
 
-def one(rank: int, value: object) -> OneSeries:
+def one(rank: int, value: object) -> LabeledSeries:
     series = Series()
     series.add(point_of([1.0, None, value]), 1, 10)
-    return OneSeries(rank, 0, "loss", series)
+    return LabeledSeries(rank, 0, "loss", series)
 
 
 def test_ranks_are_named_by_ranges() -> None:
