@@ -17,7 +17,7 @@ from werkzeug.serving import make_server
 
 class S3Server:
     """`strips_conditions`: like a server that never heard of If-None-Match.
-    `fail_share`: of the requests end with 503, before or after they were done. `is_gone`: all do.
+    `fail_share`: of the requests end with 503, before or after they were done. `has_left`: all do.
     """
 
     def __init__(self) -> None:
