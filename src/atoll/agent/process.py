@@ -506,7 +506,7 @@ def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) 
         if __package__:
             from atoll.agent import machine_use, metric_sinks
         else:
-            machine_use, metric_sinks = _beside("machine_use"), _beside("metric_sinks")
+            machine_use, metric_sinks = _companions("machine_use"), _companions("metric_sinks")
     except (ImportError, OSError, SyntaxError):
         return None
     return machine_use.watch_use(
@@ -519,7 +519,7 @@ def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) 
     )
 
 
-def _beside(name: str) -> Any:
+def _companions(name: str) -> Any:
     """A module in the archive of this file, or in its folder."""
     try:
         return __import__(name)

@@ -34,16 +34,16 @@ class StoreBackend(RecordedBackend):
         self.timing = timing_of(poll_s)
         self._python = python
         self._poll_s = poll_s
-        self._places: dict[str, Objects] = {}
+        self._offsets: dict[str, Objects] = {}
 
     def prefix(self, training: Training, part: str) -> str:
         """The URI of a part of what the store has of the training; of all, if `part` is empty."""
         raise NotImplementedError
 
     def place_of(self, training: Training) -> Objects:
-        if training.uid not in self._places:
-            self._places[training.uid] = Objects.open(self.prefix(training, "records"))
-        return self._places[training.uid]
+        if training.uid not in self._offsets:
+            self._offsets[training.uid] = Objects.open(self.prefix(training, "records"))
+        return self._offsets[training.uid]
 
     def result_store(self, training: Training) -> Objects:
         return Objects.open(self.prefix(training, RESULTS))
@@ -86,7 +86,7 @@ class StoreBackend(RecordedBackend):
         everything = Objects.open(self.prefix(training, ""))
         names = await asyncio.to_thread(everything.entries)
         await asyncio.to_thread(everything.delete, list(names))
-        self._places.pop(training.uid, None)
+        self._offsets.pop(training.uid, None)
 
 
 def timing_of(poll_s: float) -> Timing:

@@ -361,8 +361,8 @@ class RecordedBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
             yield line
 
     # What is shared

@@ -178,7 +178,7 @@ class Executor:
         """
         raise NotImplementedError
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
         """The place (`PlacedLine.at`) of the last `tail` lines of each rank that has a log."""
@@ -187,7 +187,7 @@ class Executor:
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,

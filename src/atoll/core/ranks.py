@@ -85,7 +85,7 @@ def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -
 
 def _previous(before: RankStatus, observed_rank: ObservedRank) -> Exit | None:
     if observed_rank.previous_exit is not None:
-        return explained(_dated_in_ms(observed_rank.previous_exit))
+        return with_explanation(_dated_in_ms(observed_rank.previous_exit))
     return before.exit if observed_rank.attempt > before.attempt else before.previous_exit
 
 
@@ -93,7 +93,7 @@ def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     metered_s = in_ms(rank.metered_s + metered_for(rank.started_at, exit))
     return replace(
         rank,
-        exit=explained(_dated_in_ms(exit)),
+        exit=with_explanation(_dated_in_ms(exit)),
         metered_s=metered_s,
         missing_since=None,
         is_stopping=False,
@@ -117,7 +117,7 @@ def _dated_in_ms(exit: Exit) -> Exit:
     return replace(exit, at=in_ms(exit.at), failed_at=failed_at)
 
 
-def explained(exit: Exit) -> Exit:
+def with_explanation(exit: Exit) -> Exit:
     """Return the exit with the exception in its last lines as its message, if it has none."""
     tail = exit.log_tail
     # An uncaught exception of Python ends with code 1; another code was chosen by the program.

@@ -29,7 +29,7 @@ from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
-LOOK_S = 2.0  # how often a gang is looked at while its pods cannot be watched
+POLL_S = 2.0  # how often a gang is looked at while its pods cannot be watched
 
 
 def as_launch(job: Json, spec: TrainingSpec) -> Json:
@@ -119,7 +119,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         observation = await super().observe(training)
         if self._jobs.is_live and self._pods.is_live:
             return observation
-        return replace(observation, again_in_s=sooner(observation.again_in_s, LOOK_S))
+        return replace(observation, again_in_s=sooner(observation.again_in_s, POLL_S))
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         status = training.status
@@ -142,7 +142,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         return await result_in_log(read, training.uid)
 
     async def _archived(self, training: Training, rank: int) -> list[str]:
-        return await self._archive.lines(self._place(training)[0], training.uid, rank)
+        return await self._archive.lines(self._object_key(training)[0], training.uid, rank)
 
     async def logs(
         self,
@@ -164,7 +164,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
 
     async def release(self, training: Training) -> None:
         """Ends a Job that was stopped, as it would not end by itself. Nothing is removed."""
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         try:
             job = await self.cluster.get("jobs", namespace, name)
         except NotFound:

@@ -18,11 +18,11 @@ from typing import Any
 from msgspec.structs import fields, replace
 
 from atoll.backends.kubernetes.client import Cluster, Rejected
-from atoll.backends.kubernetes.companions import Beside
+from atoll.backends.kubernetes.companions import Companions
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
-from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
-from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
-from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.diagnosis import Diagnosis, NodeProbes
+from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, GangWriter
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
 from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
@@ -38,7 +38,7 @@ from atoll.backends.kubernetes.read import (
 from atoll.backends.kubernetes.render import (
     gang_name,
     owner_of,
-    rank_place,
+    rank_layout,
     render_job,
     render_service,
     render_world,
@@ -91,11 +91,11 @@ class KubernetesBackend(Executor):
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
         self._clock = clock = clock or (lambda: self.cluster.time())
-        self._keeper = PodKeeper(self.cluster)
+        self._writer = GangWriter(self.cluster)
         self._archive = Archive(self.cluster)
         self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
         self._followups = GangFollowups(
-            self._keeper, self._objects, self._archive, self._patch_job, clock
+            self._writer, self._objects, self._archive, self._patch_job, clock
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
@@ -108,11 +108,11 @@ class KubernetesBackend(Executor):
             str, int
         ] = {}  # newest version of a Job that this process wrote, by training
         self._last: dict[str, Json] = {}  # Jobs as last read from the API server, by training
-        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
+        self._node_probes = NodeProbes(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._delayed: set[Key] = set()  # large gangs whose next look is scheduled
-        self._troubles = Troubles(self.cluster)
-        self._beside = Beside(
+        self._diagnosis = Diagnosis(self.cluster)
+        self._companions = Companions(
             self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
         )
 
@@ -134,10 +134,10 @@ class KubernetesBackend(Executor):
         return executor
 
     def store_uri(self, training: Training) -> str:
-        return store_uri_of(training.spec, rank_place(training, self.options))
+        return store_uri_of(training.spec, rank_layout(training, self.options))
 
     def metrics_uri(self, training: Training) -> str:
-        return rank_place(training, self.options).figures
+        return rank_layout(training, self.options).figures
 
     @classmethod
     def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
@@ -173,7 +173,7 @@ class KubernetesBackend(Executor):
     async def rehearse(self, training: Training) -> None:
         """Raises ValidationError, naming the field, if the cluster refuses what `apply` would
         create. Also raises Denied, Temporary. Creates nothing."""
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
         try:
             for kind, item in (
@@ -202,9 +202,9 @@ class KubernetesBackend(Executor):
             task.remove_done_callback(self._note_end)
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._beside.close()
+        await self._companions.close()
         await self._archive.close()
-        await self._hosts.close()
+        await self._node_probes.close()
         await self._deleted.close()
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
@@ -220,34 +220,38 @@ class KubernetesBackend(Executor):
                 raise Permanent(
                     f"the Job {gang_name(training)} is gone, and what its ranks did is lost"
                 )
-            with self._troubles.watch_refusal(training.uid):
+            with self._diagnosis.watch_refusal(training.uid):
                 await self._create(training, desired)
 
     async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
         now = self._clock()
-        beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
-        trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
-        silent = self._hosts.follow(training.key, pods)
+        companions = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
+        pod_error = await self._diagnosis.of(training, job, len(pods) - len(companions), now)
+        silent = self._node_probes.follow(training.key, pods)
         failed = unexplained_failures(training, job, pods)
-        departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
-        view = observe_gang(training, job, pods, self.options, now, trouble.text, silent, departed)
-        again_in_s = sooner(view.observation.again_in_s, trouble.again_in_s)
+        deleted = self._deleted.deleted(training, pods, self._object_key(training)[0], failed)
+        view = observe_gang(training, job, pods, self.options, now, pod_error.text, silent, deleted)
+        again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
         observation = replace(view.observation, again_in_s=again_in_s, at=now)
-        observation = await self._troubles.explain(training, observation, view.newest, now)
-        return self._beside.observe_gang(training, job, view.newest, beside, observation, now)
+        observation = await self._diagnosis.explain(training, observation, view.newest, now)
+        return self._companions.observe_gang(
+            training, job, view.newest, companions, observation, now
+        )
 
     async def perform(self, training: Training, followup: Followup) -> None:
         await self._followups.perform(training, followup)
-        await self._beside.perform(training, self._place(training)[0], followup, self._clock())
+        await self._companions.perform(
+            training, self._object_key(training)[0], followup, self._clock()
+        )
 
     async def measure(self, training: Training) -> None:
         job = await self._job(training)
-        await self._beside.measure(training, self._place(training)[0], job, self._clock())
+        await self._companions.measure(training, self._object_key(training)[0], job, self._clock())
 
     async def release(self, training: Training) -> None:
         """The Job is over for good. It and its pods stay for their logs until they are purged."""
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
             # The Job would count it as running, and delete it with its log.
@@ -259,22 +263,22 @@ class KubernetesBackend(Executor):
         for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
-        await self._beside.release(training, namespace)
-        await self._keeper.let_all_go(namespace, _labels(training))
-        self._hosts.follow(training.key, ())
-        self._troubles.forget(training.uid)
+        await self._companions.release(training, namespace)
+        await self._writer.drop_all_finalizers(namespace, _labels(training))
+        self._node_probes.follow(training.key, ())
+        self._diagnosis.forget(training.uid)
         self._deleted.forget(training.uid)
         for memory in (self._written, self._last):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
-        await self._beside.release(training, namespace)
+        await self._companions.release(training, namespace)
         await self.cluster.delete_all("pods", namespace, labels=_labels(training))
         await self._archive.drop(namespace, training.uid)
-        await self._keeper.let_all_go(namespace, _labels(training))
+        await self._writer.drop_all_finalizers(namespace, _labels(training))
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
@@ -291,7 +295,7 @@ class KubernetesBackend(Executor):
             for task in tasks:
                 task.remove_done_callback(self._note_end)
                 task.cancel()
-            await self._beside.close()
+            await self._companions.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def logs(
@@ -315,41 +319,41 @@ class KubernetesBackend(Executor):
             lambda last: read_logs(source, ranks=[rank], tail=last, follow=None), training.uid
         )
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
+        return await tail_offsets(self._log_source(training), ranks=ranks, tail=tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
         source = self._log_source(training)
-        return printed_lines(follow_logs(source, places, ranks=ranks, is_over=is_over))
+        return printed_lines(follow_logs(source, offsets, ranks=ranks, is_over=is_over))
 
     def _log_source(self, training: Training) -> LogSource:
-        namespace, _ = self._place(training)
+        namespace, _ = self._object_key(training)
         return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
-        await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
-        await self._beside.sweep(known)
+        await self._writer.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
+        await self._companions.sweep(known)
         await self._deleted.sweep(known)
 
-    def _place(self, training: Training) -> tuple[str, str]:
+    def _object_key(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)
 
     async def _job(self, training: Training) -> Json | None:
         if await self._is_fresh(training):
             return self._jobs.of(training.uid).get(gang_name(training))
         try:
-            job = await self.cluster.get("jobs", *self._place(training))
+            job = await self.cluster.get("jobs", *self._object_key(training))
         except NotFound:
             self._last.pop(training.uid, None)
             return None
@@ -361,7 +365,7 @@ class KubernetesBackend(Executor):
         if await self._is_fresh(training) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
-        namespace, _ = self._place(training)
+        namespace, _ = self._object_key(training)
         pods = await self.cluster.list("pods", namespace, labels=_labels(training))
         last = self._last.get(training.uid)
         if last is not None and is_unchanged(last, pods.items):
@@ -372,7 +376,7 @@ class KubernetesBackend(Executor):
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
 
     async def _create(self, training: Training, desired: DesiredState) -> None:
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         await self._objects.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
         body = self.render_job(training, desired, owner)
@@ -387,7 +391,7 @@ class KubernetesBackend(Executor):
         await self._objects.tie(training, job)
 
     async def _resize(self, training: Training, desired: DesiredState, job: Json) -> None:
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         before, current = job["spec"]["completions"], desired_of(job)
         if current is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
@@ -424,7 +428,7 @@ class KubernetesBackend(Executor):
 
     async def _patch_job(self, training: Training, patch: Json) -> None:
         try:
-            job = await self.cluster.patch("jobs", *self._place(training), patch)
+            job = await self.cluster.patch("jobs", *self._object_key(training), patch)
         except (Conflict, NotFound):
             self._last.pop(training.uid, None)  # it has changed since it was read
             raise

@@ -79,8 +79,8 @@ WAITING = {
     "RunContainerError": "its container cannot be started: {message}",
 }
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
-BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
-BROKEN = frozenset(WAITING) - BEING_MADE
+BEING_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
+BROKEN = frozenset(WAITING) - BEING_CREATED
 
 
 MAX_SHARED = 10_000  # distinct parts of manifests; a gang has a handful
@@ -218,7 +218,7 @@ class Pod:
         return int(self.created_at)
 
     @property
-    def is_held(self) -> bool:
+    def has_finalizer(self) -> bool:
         """A finalizer keeps the pod until its exit is stored."""
         return FINALIZER in (self.metadata.get("finalizers") or ())
 
@@ -253,10 +253,10 @@ class Pod:
         return self.started_at is not None
 
     @property
-    def is_being_made(self) -> bool:
+    def is_being_created(self) -> bool:
         """The pod has its node, but no container runs yet; only events tell what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
-        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_MADE
+        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_CREATED
 
     @property
     def is_gate_up(self) -> bool:
@@ -302,10 +302,10 @@ class Pod:
         """The pod is being deleted on a node that does not answer, and may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
         reason = self.condition("DisruptionTarget").get("reason")
-        is_given_up = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
-        is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
+        is_abandoned = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        is_abandoned = is_abandoned and self.has_run  # at the start gate no pod is Ready
         is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
-        return is_running and is_silent and (is_given_up or self.is_late(now))
+        return is_running and is_silent and (is_abandoned or self.is_late(now))
 
     def condition(self, kind: str) -> Json:
         return self._conditions.get(kind, {})
@@ -363,7 +363,7 @@ class Pod:
         text = str(ended.get("message") or "")
         record = read_record(text)
         is_lost = self.is_lost(now)
-        reason, words = self._why(ended, is_lost)
+        reason, message = self._why(ended, is_lost)
         code: int | None = ended.get("exitCode")
         if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
             code = None
@@ -375,15 +375,17 @@ class Pod:
             at=when(last.get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
-            message=words,
-            log_tail=[] if words and words in text else printed(split_lines(text))[-TAIL_LINES:],
+            message=message,
+            log_tail=[]
+            if message and message in text
+            else printed(split_lines(text))[-TAIL_LINES:],
         )
         if record is not None:
             exit = recorded_exit(exit, record)
         elif (
             self._is_recorder and reason in (ExitReason.ERROR, ExitReason.SIGNAL) and not is_stopped
         ):
-            exit = replace(exit, is_backends_word=True)
+            exit = replace(exit, is_from_backend=True)
         if is_stopped and exit.reason in EXPECTED_WHEN_STOPPED:
             return replace(exit, is_stopped=True, reason=ExitReason.STOPPED)
         return replace(exit, is_stopped=is_stopped)
@@ -393,7 +395,9 @@ class Pod:
         """Whether its rank runs under the wrapper that records its exit."""
         containers = self.spec.get("containers") or ()
         ranks = (c for c in containers if c.get("name") in (CONTAINER, REPLICA))
-        return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
+        return any(
+            f" {REPORT_DIR}/" in argument for c in ranks for argument in c.get("command", ())[2:3]
+        )
 
     def _why(self, ended: Json, is_lost: bool) -> tuple[ExitReason, str]:
         disruption = self.condition("DisruptionTarget")
@@ -407,7 +411,7 @@ class Pod:
         if disruption.get("reason") in DISRUPTIONS:
             return DISRUPTIONS[disruption["reason"]], str(disruption.get("message", ""))
         if not ended and self._gate_code not in (None, 0):
-            return ExitReason.START_GATE_FAILED, self._gate_trouble()
+            return ExitReason.START_GATE_FAILED, self._gate_error()
         if not ended and (init := self._failed_init):
             return ExitReason.INIT_FAILED, init
         native = ended.get("reason", "")
@@ -438,7 +442,7 @@ class Pod:
                 return f"{container['name']}: exit code {code}" + (message and f": {message}")
         return ""
 
-    def _gate_trouble(self) -> str:
+    def _gate_error(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
         message = " ".join(str(self._gate_end.get("message", "")).split())
         return (

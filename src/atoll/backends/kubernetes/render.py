@@ -20,7 +20,7 @@ from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.result import IN_LOG, RESULT_VARIABLE
 from atoll.backends.kubernetes.code import (
     UNPACK,
-    code_place,
+    code_layout,
     render_code_mounts,
     render_code_volumes,
 )
@@ -33,13 +33,13 @@ from atoll.backends.kubernetes.gate import (
 )
 from atoll.backends.kubernetes.names import (
     AGENT,
+    BLOCKED_BY,
     CONTAINER,
     DESIRED,
     ELASTIC,
     ETCD,
     FAILURES,
     FINALIZER,
-    HELD,
     INDEX,
     MANAGED,
     NAMESPACE,
@@ -185,9 +185,9 @@ def render_job(
     spec = training.spec
     metadata = gang_metadata(training, owner, options)
     metadata["annotations"] = {**options.annotations, DESIRED: encode(desired).decode()}
-    is_held = options.has_own_etcd(spec)
-    if is_held:  # until its etcd answers
-        metadata["annotations"][HELD] = ETCD
+    is_blocked = options.has_own_etcd(spec)
+    if is_blocked:  # until its etcd answers
+        metadata["annotations"][BLOCKED_BY] = ETCD
     if options.kueue_queue is not None:
         metadata["labels"][QUEUE] = options.kueue_queue
         metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
@@ -207,7 +207,7 @@ def render_job(
         },
         "template": _template(training, options),
     }
-    if options.kueue_queue is not None or is_held:
+    if options.kueue_queue is not None or is_blocked:
         body["suspend"] = True  # Kueue lets it go once the whole gang fits
     # A controller that takes exits sets it once ranks are let go: before that no time is used up.
     if spec.deadline_s is not None and not options.is_controlled:
@@ -270,7 +270,7 @@ def _template(training: Training, options: Options) -> Json:
     metadata: Json = {"labels": {**options.labels, **gang_labels(training), PART: CONTAINER}}
     if options.annotations:
         metadata["annotations"] = options.annotations
-    if options.is_exit_held:
+    if options.has_exit_finalizer:
         metadata["finalizers"] = [FINALIZER]
     return {"metadata": metadata, "spec": _filled(pod)}
 
@@ -282,11 +282,11 @@ def _filled(fields: Json) -> Json:
 
 def _container(training: Training, options: Options) -> Json:
     spec = training.spec
-    launch = render_launch(training, rank_place(training, options))
+    launch = render_launch(training, rank_layout(training, options))
     command = launch.command
     if options.records_exits(spec):
-        beside = len(options.pod.get("initContainers", ()))
-        command = render_recorded(command, options.python, RECORDS_BYTES // (SHARES + beside))
+        sidecars = len(options.pod.get("initContainers", ()))
+        command = render_recorded(command, options.python, RECORDS_BYTES // (SHARES + sidecars))
     mounts = []
     if spec.source is not None:
         mounts.append({"name": SOURCE, "mountPath": SOURCE_DIR, "readOnly": True})
@@ -297,7 +297,7 @@ def _container(training: Training, options: Options) -> Json:
     return {
         "name": CONTAINER,
         "image": spec.image or options.image,
-        "command": options.command or [_literal(word) for word in command],
+        "command": options.command or [_literal(argument) for argument in command],
         "env": _environment(training, launch, options),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -316,8 +316,8 @@ def render_recorded(
     # What is called `python` may be of the second version.
     python = shlex.quote("python3" if python == "python" else python)
     wrapper = f"{python} -S -I {REPORT_DIR}/{REPORT}"
-    words = f"{command[0]}: not found in the image"
-    missing = {process.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
+    message = f"{command[0]}: not found in the image"
+    missing = {process.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": message}
     script = (
         f"if command -v {python} >/dev/null && {wrapper} --check >/dev/null 2>&1; then "
         f'exec {wrapper} --record={TERMINATION_LOG} --limit={limit} -- "$@"; fi; '
@@ -355,7 +355,7 @@ def rank_zero(training: Training) -> str:
 
 
 def rendezvous_endpoint(training: Training, options: Options) -> str:
-    launch = render_launch(training, rank_place(training, options))
+    launch = render_launch(training, rank_layout(training, options))
     return launch.env["BASILICA_RDZV_ENDPOINT"]
 
 
@@ -371,9 +371,9 @@ def etcd_endpoint(training: Training, options: Options) -> str:
     return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
 
 
-def rank_place(training: Training, options: Options) -> RankPlace:
+def rank_layout(training: Training, options: Options) -> RankPlace:
     etcd = etcd_endpoint(training, options)
-    figures, token = _figures(training, options)
+    figures, token = _metrics_address(training, options)
     # Without the gate's agent nobody would write the keys.
     mesh = etcd if options.has_gate(training.spec) else ""
     return RankPlace(
@@ -384,13 +384,13 @@ def rank_place(training: Training, options: Options) -> RankPlace:
         has_atoll=False,
         rendezvous_uri="",
         meeting=Meeting(rank_zero(training), options.master_port, etcd=etcd, mesh=mesh),
-        code=code_place(training.spec.code),
+        code=code_layout(training.spec.code),
         figures=figures,
         figures_token=token,
     )
 
 
-def _figures(training: Training, options: Options) -> tuple[str, str]:
+def _metrics_address(training: Training, options: Options) -> tuple[str, str]:
     """Where ranks report to, and the token that they need there; empty if nowhere."""
     base = (options.reports_uri or "").rstrip("/")
     if not base:

@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     """
 
     result: Result | None
-    trouble: str = ""
+    pod_error: str = ""
     is_torn: bool = False
 
 
@@ -107,7 +107,7 @@ async def result_in_log(
 
     reading = await find_result(texts, nonce_of(uid))
     if reading.is_torn:
-        return NONE, reading.trouble.encode()
+        return NONE, reading.pod_error.encode()
     return reading.result
 
 

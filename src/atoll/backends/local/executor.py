@@ -75,9 +75,9 @@ from atoll.core.status import (
     Training,
     sooner,
 )
-from atoll.core.stores import apart
+from atoll.core.stores import own_keys_only
 from atoll.files.ownership import make_private, private
-from atoll.logs.files import read_lines, tail_places
+from atoll.logs.files import read_lines, tail_offsets
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
@@ -119,7 +119,9 @@ def render_gang(
         TOGETHER: spec.env.get(TOGETHER) or started_together or str(desired.size),
     }
     inherited = {
-        name: value for name, value in apart(base, launch.env).items() if name not in launch.later
+        name: value
+        for name, value in own_keys_only(base, launch.env).items()
+        if name not in launch.later
     }
     return {
         "uid": training.uid,
@@ -358,7 +360,7 @@ class LocalBackend(Executor):
         return replace(
             observation,
             ranks=[
-                replace(rank, quiet_s=quiet[rank.rank]) if rank.rank in quiet else rank
+                replace(rank, idle_s=quiet[rank.rank]) if rank.rank in quiet else rank
                 for rank in gang.memory.observe(training, facts, self._host)
             ],
             followups=_stalled(training, facts, quiet),
@@ -383,7 +385,7 @@ class LocalBackend(Executor):
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
         running, now = gang.facts.running(), time.monotonic()
-        return self._stillness.quiet_s(training.uid, gang.directory, running, now)
+        return self._stillness.idle_s(training.uid, gang.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""
@@ -450,24 +452,24 @@ class LocalBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
             yield line
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self.log_folder(training), ranks, tail)
+        return tail_offsets(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, rank_place(self._root / training.uid))

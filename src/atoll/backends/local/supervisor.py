@@ -43,7 +43,7 @@ from atoll.backends.local.rank_process import (
     read_ends,
 )
 from atoll.backends.local.rendezvous import Rendezvous
-from atoll.backends.local.shortage import FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORT, waiting_words
+from atoll.backends.local.shortage import FIRST_PAUSE_S, MAX_PAUSE_S, SHORT, waiting_words
 from atoll.backends.local.start_barrier import StartBarrier
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
@@ -91,7 +91,7 @@ class Supervisor:
         self._barrier: StartBarrier | None = None
         self._heeded: Record | None = None  # the desired state by which ranks were told to stop
         self._start_at = 0.0  # monotonic; not before, after a shortage
-        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._shortage = ""
         self._beat_at = 0.0  # monotonic
         self._signs_at = time.monotonic() + HEARTBEAT_S  # the next sign of life in the journal
@@ -262,7 +262,7 @@ class Supervisor:
 
     def _wait_for_room(self, wanted: int, error: OSError) -> float:
         self._disband()
-        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._start_at = time.monotonic() + seconds
         self._shortage = waiting_words(f"start {wanted} ranks", error.strerror)
         self._tell_shortage(self._clients.values())

@@ -42,7 +42,7 @@ from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.files.ownership import check_directory, make_private, private
-from atoll.logs.files import read_lines, tail_places
+from atoll.logs.files import read_lines, tail_offsets
 
 COMMANDS = ("sbatch", "squeue", "scancel")
 # What sbatch says of requests that it will refuse at any time; everything else may pass.
@@ -256,20 +256,20 @@ class SlurmBackend(RecordedBackend):
     def log_folder(self, training: Training) -> Path:
         return self.folder_of(training) / LOGS
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self.log_folder(training), ranks, tail)
+        return tail_offsets(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     # Slurm's commands
 

@@ -35,11 +35,11 @@ from atoll.core.ports import Change, Key, Store
 from atoll.core.status import LogLine, Training
 from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, answer, on_error
 from atoll.server.basilica.request import Create, Probe, spec_of
-from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, moment
+from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, timestamp
 from atoll.server.handlers import trainings
-from atoll.server.handlers.admission import admitted, default_executor, executor_of
-from atoll.server.http.auth import caller
-from atoll.server.http.bodies import MAX_BODY_BYTES, decoded
+from atoll.server.handlers.admission import admit, default_executor, executor_of
+from atoll.server.http.auth import authenticate
+from atoll.server.http.bodies import MAX_BODY_BYTES, decode_body
 from atoll.server.http.operations import (
     Answer,
     AnswerDoc,
@@ -70,7 +70,7 @@ class DeploymentEventQuery(Query, frozen=True):
 
 def routes_of(plane: Plane) -> list[Route]:
     refusals = (_refusal(method, prefix) for prefix in UNSUPPORTED for method in METHODS)
-    return [*routes(ROWS, plane, caller, on_error), *refusals]
+    return [*routes(ROWS, plane, authenticate, on_error), *refusals]
 
 
 def _refusal(method: str, prefix: str) -> Route:
@@ -87,7 +87,7 @@ async def health(call: ApiCall) -> Answer:
         {
             "status": "healthy",
             "version": atoll.__version__,
-            "timestamp": moment(time.time()),
+            "timestamp": timestamp(time.time()),
             "healthy_validators": count,
             "total_validators": count,
         }
@@ -95,19 +95,19 @@ async def health(call: ApiCall) -> Answer:
 
 
 async def create(call: ApiCall) -> Answer:
-    async with contextlib.AsyncExitStack() as held:
+    async with contextlib.AsyncExitStack() as turn:
         bodies = call.plane.bodies
-        body = await bodies.read(call.request, call.namespace, MAX_BODY_BYTES, held)
-        return await _created(call, body)
+        body = await bodies.read(call.request, call.namespace, MAX_BODY_BYTES, turn)
+        return await _create_from(call, body)
 
 
-async def _created(call: ApiCall, body: bytes) -> Answer:
-    if (await decoded(body, Probe)).distributed is None:
+async def _create_from(call: ApiCall, body: bytes) -> Answer:
+    if (await decode_body(body, Probe)).distributed is None:
         raise Unsupported(
             "atoll does not support inference deployments: it runs distributed trainings "
             "(basilica.distributed), which have 'distributed' in the request"
         )
-    order = await decoded(body, Create)
+    order = await decode_body(body, Create)
     if not order.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
     executor = default_executor(call.plane)
@@ -116,7 +116,7 @@ async def _created(call: ApiCall, body: bytes) -> Answer:
         backend=rendezvous_of(order.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
-    spec = admitted(spec, call.plane, call.namespace)
+    spec = admit(spec, call.plane, call.namespace)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -137,7 +137,7 @@ async def _create(store: Store, training: Training) -> Training:
                 continue
             if old.deletion_requested_at is None or time.monotonic() > deadline:
                 raise
-        await _until_gone(store, training.key, deadline)
+        await _until_deleted(store, training.key, deadline)
 
 
 async def _settled(store: Store, training: Training) -> Training:
@@ -169,7 +169,7 @@ async def _watching(store: Store, after: int, key: Key) -> AsyncIterator[AsyncIt
             await changes.aclose()
 
 
-async def _until_gone(store: Store, key: Key, deadline: float) -> None:
+async def _until_deleted(store: Store, key: Key, deadline: float) -> None:
     try:
         async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
             while True:
@@ -229,11 +229,11 @@ async def restart(call: ApiCall) -> Answer:
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:
         raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
-    spec = replace(admitted(old.spec, call.plane, call.namespace), cancel=False)
+    spec = replace(admit(old.spec, call.plane, call.namespace), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
     await trainings.delete(call)
-    await _until_gone(store, call.key, time.monotonic() + REMOVAL_S)
+    await _until_deleted(store, call.key, time.monotonic() + REMOVAL_S)
     again = Training(
         namespace=old.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )

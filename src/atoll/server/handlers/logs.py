@@ -17,8 +17,8 @@ from atoll.core.errors import Temporary, ValidationError
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor
 from atoll.core.spec import LineCount, RankNumber
-from atoll.core.status import LogHit, LogLine, Training
-from atoll.logs.files import since_places
+from atoll.core.status import LogLine, LogMatch, Training
+from atoll.logs.files import offsets_since
 from atoll.logs.search import LogSearch, lines_around
 from atoll.server.handlers.admission import executor_of
 from atoll.server.handlers.reports import ReportQuery, training_of
@@ -26,20 +26,20 @@ from atoll.server.http.operations import NDJSON, Answer, ApiCall, stream_answer
 
 log = logging.getLogger(__name__)
 
-BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-MOST_HITS = 1000
+HEARTBEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
+MAX_HITS = 1000
 
-Place = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Moment = Annotated[float, Meta(ge=0, le=1e12)]
+Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Timestamp = Annotated[float, Meta(ge=0, le=1e12)]
 SearchText = Annotated[str, Meta(min_length=1, max_length=1000, pattern="^[^\\n]*$")]
 Around = Annotated[int, Meta(ge=0, le=1000)]
-Places = Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,19}(,[0-9]{1,10}:[0-9]{1,19})*$")]
+Offsets = Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,19}(,[0-9]{1,10}:[0-9]{1,19})*$")]
 
 
-class LogPlaces(Model, frozen=True):
+class LogOffsets(Model, frozen=True):
     """The first line of a followed log that has a `tail`: where the log of each rank begins."""
 
-    places: dict[int, int]
+    offsets: dict[int, int]
 
 
 class LogCut(Model, frozen=True):
@@ -57,7 +57,7 @@ class SearchEnd(Model, frozen=True, omit_defaults=False):
     done: bool
     hits: int
     is_cut: bool = False
-    places: dict[int, int] = {}
+    offsets: dict[int, int] = {}
 
 
 class LogQuery(ReportQuery, frozen=True, rename="camel"):
@@ -65,12 +65,12 @@ class LogQuery(ReportQuery, frozen=True, rename="camel"):
     tail: LineCount | None = None
     follow: bool = False
     # Continue after these lines, as `rank:at,…`: the `at` of a line, or the `places` sent first.
-    places: Places | None = None
-    since: Moment | None = None  # only lines of that time or later
+    offsets: Offsets | None = None
+    since: Timestamp | None = None  # only lines of that time or later
     search: SearchText | None = None  # only lines that contain this
     ignore_case: bool = False
     # Lines of one rank around a place: so many that end there or before, so many that follow.
-    at: Place | None = None
+    at: Offset | None = None
     before: Around = 0
     after: Around = 0
 
@@ -79,8 +79,8 @@ class SearchQuery(ReportQuery, frozen=True, kw_only=True, rename="camel"):
     q: SearchText
     rank: list[RankNumber] = []
     ignore_case: bool = False
-    places: Places | None = None
-    limit: Annotated[int, Meta(ge=1, le=MOST_HITS)] = MOST_HITS
+    offsets: Offsets | None = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_HITS)] = MAX_HITS
 
 
 async def logs(call: ApiCall) -> Answer:
@@ -95,11 +95,11 @@ async def logs(call: ApiCall) -> Answer:
             return _streamed(call, _lines_of(hits))
     follow = partial(call.plane.informer.is_over, training) if query.follow else None
     lines, head = await _open_logs(executor, training, query, follow)
-    return _streamed(call, _encoded(_chosen(lines, query), head))
+    return _streamed(call, _encoded(_select(lines, query), head))
 
 
 def _streamed(call: ApiCall, source: AsyncIterator[bytes]) -> Answer:
-    return stream_answer(call.plane.streams.run(source, beat=BEAT, cut=CUT), NDJSON)
+    return stream_answer(call.plane.streams.run(source, beat=HEARTBEAT, cut=CUT), NDJSON)
 
 
 def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
@@ -114,17 +114,17 @@ def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
     return Response(body, media_type=NDJSON)
 
 
-async def _chosen(lines: AsyncIterator[LogLine], query: LogQuery) -> AsyncIterator[LogLine]:
+async def _select(lines: AsyncIterator[LogLine], query: LogQuery) -> AsyncIterator[LogLine]:
     """The lines that the query asks for; one without a time is not since any."""
-    since, word = query.since, query.search
-    if word is not None and query.ignore_case:
-        word = word.lower()
+    since, needle = query.since, query.search
+    if needle is not None and query.ignore_case:
+        needle = needle.lower()
     try:
         async for line in lines:
             if since is not None and (line.time is None or line.time < since):
                 continue
             text = line.text.lower() if query.ignore_case else line.text
-            if word is None or word in text:
+            if needle is None or needle in text:
                 yield line
     finally:
         if hasattr(lines, "aclose"):
@@ -141,7 +141,7 @@ async def search(call: ApiCall) -> Answer:
 async def _search(
     call: ApiCall, training: Training, executor: Executor, query: SearchQuery
 ) -> AsyncIterator[bytes]:
-    count, places = 0, dict(read_places(query.places))
+    count, offsets = 0, dict(read_offsets(query.offsets))
     if (folder := executor.log_folder(training)) is not None:
         hits = _file_hits(call, folder, query.q, query)
     else:
@@ -149,33 +149,33 @@ async def _search(
     async with contextlib.aclosing(hits):
         async for hit in hits:
             if hit is None:
-                yield BEAT
+                yield HEARTBEAT
                 continue
             count += 1
             if hit.at is not None:
-                places[hit.rank] = hit.at
+                offsets[hit.rank] = hit.at
             yield encode(hit) + b"\n"
             if count == query.limit:
                 break
     is_cut = count == query.limit
-    end = SearchEnd(done=True, hits=count, is_cut=is_cut, places=places if is_cut else {})
+    end = SearchEnd(done=True, hits=count, is_cut=is_cut, offsets=offsets if is_cut else {})
     yield encode(end) + b"\n"
 
 
 async def _file_hits(
     call: ApiCall, folder: Path, text: str, query: LogQuery | SearchQuery
-) -> AsyncGenerator[LogHit | None, None]:
+) -> AsyncGenerator[LogMatch | None, None]:
     """Hits in order of rank and place, found in a thread, step by step; None between steps."""
-    looked = LogSearch(
+    search_step = LogSearch(
         folder,
         text,
         ranks=query.rank or None,
         is_case_blind=query.ignore_case,
-        places=read_places(query.places),
+        offsets=read_offsets(query.offsets),
     )
     while True:
         async with call.plane.searches:
-            hits = await asyncio.to_thread(looked.step)
+            hits = await asyncio.to_thread(search_step.step)
         if hits is None:
             return
         for hit in hits:
@@ -185,23 +185,23 @@ async def _file_hits(
 
 async def _line_hits(
     training: Training, executor: Executor, query: SearchQuery
-) -> AsyncGenerator[LogHit | None, None]:
+) -> AsyncGenerator[LogMatch | None, None]:
     """The same where the lines have to be asked for."""
-    word = query.q.lower() if query.ignore_case else query.q
+    needle = query.q.lower() if query.ignore_case else query.q
     lines = executor.logs(training, ranks=query.rank or None)
     async for line in lines:
-        if word in (line.text.lower() if query.ignore_case else line.text):
+        if needle in (line.text.lower() if query.ignore_case else line.text):
             at = getattr(line, "at", None)
-            yield LogHit(rank=line.rank, text=line.text[:4096], time=line.time, at=at)
+            yield LogMatch(rank=line.rank, text=line.text[:4096], time=line.time, at=at)
 
 
-async def _lines_of(hits: AsyncGenerator[LogHit | None, None]) -> AsyncIterator[bytes]:
+async def _lines_of(hits: AsyncGenerator[LogMatch | None, None]) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(hits):
         async for hit in hits:
-            yield BEAT if hit is None else encode(hit) + b"\n"
+            yield HEARTBEAT if hit is None else encode(hit) + b"\n"
 
 
-def read_places(text: str | None) -> dict[int, int]:
+def read_offsets(text: str | None) -> dict[int, int]:
     pairs = (pair.partition(":") for pair in text.split(",")) if text else ()
     return {int(rank): int(at) for rank, _, at in pairs}
 
@@ -211,20 +211,20 @@ async def _open_logs(
 ) -> tuple[AsyncIterator[LogLine], bytes]:
     """The log lines, and the first line of the answer: the places to resume from, or nothing."""
     ranks = query.rank or None
-    has_start = query.places is not None or query.since is not None
+    has_start = query.offsets is not None or query.since is not None
     if follow is None and not has_start:
         tail = query.tail
         return executor.logs(training, ranks=ranks, tail=tail, follow=follow), b""
-    places: dict[int, int] = {}
+    offsets: dict[int, int] = {}
     if query.tail is not None:
-        places = await executor.log_places(training, query.tail, ranks=ranks)
+        offsets = await executor.log_offsets(training, query.tail, ranks=ranks)
     folder = executor.log_folder(training)
     if query.since is not None and folder is not None:
-        known = await asyncio.to_thread(since_places, folder, ranks, query.since)
-        places |= {rank: max(at, places.get(rank, 0)) for rank, at in known.items()}
-    head = encode(LogPlaces(places=places)) + b"\n" if follow and query.tail is not None else b""
-    places |= read_places(query.places)
-    lines = executor.logs_after(training, places, ranks=ranks, follow=follow)
+        known = await asyncio.to_thread(offsets_since, folder, ranks, query.since)
+        offsets |= {rank: max(at, offsets.get(rank, 0)) for rank, at in known.items()}
+    head = encode(LogOffsets(offsets=offsets)) + b"\n" if follow and query.tail is not None else b""
+    offsets |= read_offsets(query.offsets)
+    lines = executor.logs_after(training, offsets, ranks=ranks, follow=follow)
     return lines, head
 
 
