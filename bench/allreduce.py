@@ -32,7 +32,7 @@ import numpy as np
 
 from atoll.core.errors import NotFound
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 RESULTS = Path(__file__).parent / "results" / "allreduce.json"
 MB = 1_000_000
@@ -61,10 +61,10 @@ def ours(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: in
 
 
 def naive(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int) -> list[Any]:
-    blobs, out = Blobs.open(uri), []
+    blobs, out = ObjectStore.open(uri), []
     for number in range(rounds):
         start.wait()
-        began, before, heads = time.time(), blobs.usage, 0
+        began, before, heads = time.time(), blobs.traffic, 0
         for index, mine in enumerate(data):
             folder = f"naive/{number:04d}/{index:04d}"
             blobs.put(f"{folder}/{rank}", mine.tobytes())
@@ -80,14 +80,14 @@ def naive(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: i
                     except NotFound:
                         time.sleep(POLL_S)
             total /= size
-        used = blobs.usage.since(before)
+        used = blobs.traffic.since(before)
         out.append((began, time.time(), used.bytes_up + used.bytes_down, used.requests + heads, {}))
     return out
 
 
 def raw(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int) -> list[Any]:
     """PUT (N-1)/N, read N-1 ranges, PUT 1/N, read N-1 objects."""
-    blobs, out = Blobs.open(uri), []
+    blobs, out = ObjectStore.open(uri), []
     complete = sum(t.nbytes for t in data)
     part = complete // size
     body = np.concatenate(data).tobytes()[: part * (size - 1)]
@@ -96,7 +96,7 @@ def raw(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int
     with ThreadPoolExecutor(8) as pool:
         for number in range(rounds):
             start.wait()
-            began, cpu, before = time.time(), time.process_time(), blobs.usage
+            began, cpu, before = time.time(), time.process_time(), blobs.traffic
             blobs.put(f"raw/{number}/up/{rank}", body)
             start.wait()
             keys = [f"raw/{number}/up/{p}" for p in peers]
@@ -104,13 +104,13 @@ def raw(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int
             blobs.put(f"raw/{number}/sum/{rank}", shard)
             start.wait()
             list(pool.map(blobs.get, [f"raw/{number}/sum/{p}" for p in peers]))
-            used = blobs.usage.since(before)
+            used = blobs.traffic.since(before)
             stages = {"cpu": time.process_time() - cpu}
             moved = used.bytes_up + used.bytes_down
             out.append((began, time.time(), moved, used.requests, stages))
             start.wait()
             if rank == 0:
-                blobs.delete(b.key for b in blobs.find("raw"))
+                blobs.delete(b.key for b in blobs.list("raw"))
     return out
 
 

@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from atoll.diloco import DiLoCo  # noqa: E402
-from atoll.diloco.blobs import Blobs  # noqa: E402
 from atoll.diloco.data import ledger as ledgers  # noqa: E402
 from atoll.diloco.data import ranges  # noqa: E402
 from atoll.diloco.data.permutation import indexes  # noqa: E402
+from atoll.objectstore import ObjectStore  # noqa: E402
 
 CONTEXT, BATCH, REPLICAS = 16, 32, 3
 SAMPLES = 38_400
@@ -64,7 +64,7 @@ class Killed(Exception):
 
 def run(seed: int, kills: int) -> dict[str, Any]:
     train, held_out = data()
-    blobs = Blobs.open(f"memory://{uuid.uuid4().hex}")
+    blobs = ObjectStore.open(f"memory://{uuid.uuid4().hex}")
     steps = SAMPLES // BATCH // REPLICAS
     dice = random.Random(seed)
     moments: dict[int, list[int]] = {rank: [] for rank in range(REPLICAS)}

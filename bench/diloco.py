@@ -36,9 +36,9 @@ from diloco_gpt import GPT, Text, validate  # noqa: E402
 from atoll.diloco import DiLoCo, RoundReport  # noqa: E402
 from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport  # noqa: E402
 from atoll.diloco.allreduce.codecs import Codec, get_codec  # noqa: E402
-from atoll.diloco.blobs import Blobs  # noqa: E402
 from atoll.diloco.estimate import estimate  # noqa: E402
 from atoll.diloco.outer import Fragment, split  # noqa: E402
+from atoll.objectstore import ObjectStore  # noqa: E402
 
 SEEDS = tuple(map(int, os.environ.get("SEEDS", "0 1 2").split()))
 REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 5, int(os.environ.get("ROUNDS", 100)), 4
@@ -192,7 +192,7 @@ def bits() -> dict[str, object]:
     return {"replicas": REPLICAS, "parameters": size, "codecs": matches}
 
 
-class SlowLink(Blobs):
+class SlowLink(ObjectStore):
     """The store behind a link of one replica's own, used by one request at a time."""
 
     bytes_s, latency_s = 300e3, 0.02

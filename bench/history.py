@@ -23,8 +23,8 @@ from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.auth import hash_token
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
@@ -74,7 +74,7 @@ class Stored:
             phase = Phase.READY if number % 10 == 0 else Phase.SUCCEEDED
             await self.store.update_status(stored, Status(phase=phase))
         self.store._db.execute("pragma synchronous = full")
-        await self.tokens.add(hashed("t"), "default", "", 0.0)
+        await self.tokens.add(hash_token("t"), "default", "", 0.0)
         self.serving = asyncio.create_task(self.server.serve([self.listening]))
         while not self.server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

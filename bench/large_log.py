@@ -63,7 +63,9 @@ class Lab:
         (where / "work/train.py").write_text(RANK)
         lines = megabytes * 2**20 // (len(LINE % 0) + 1)
         began = time.perf_counter()
-        made = self.atoll("up", "--name", "large", "--", sys.executable, "train.py", str(lines))
+        made = self.atoll(
+            "run", "-d", "--name", "large", "--", sys.executable, "train.py", str(lines)
+        )
         assert made.returncode == 0, made.stderr
         self.pid = self.atoll.server_pid()
         self.before_mb = memory(self.pid)

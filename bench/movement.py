@@ -78,9 +78,9 @@ class Objects:
     """Raw movement by the store's client."""
 
     def __init__(self, uri: str) -> None:
-        from atoll.diloco.blobs import Blobs
+        from atoll.objectstore import ObjectStore
 
-        self._blobs = Blobs.open(uri)
+        self._blobs = ObjectStore.open(uri)
 
     def write(self, name: str, data: memoryview) -> None:
         self._blobs.put(name, data)

@@ -35,7 +35,7 @@ from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.allreduce.sweep import StoreSweep
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 RESULTS = Path(__file__).parent / "results" / "rounds.json"
 FEW, MANY = 50, 50_000
@@ -44,9 +44,9 @@ import sys, time
 import numpy as np
 from atoll import ObjectStoreAllReduce
 with ObjectStoreAllReduce(sys.argv[1], 0, 1) as late:
-    before, began, cpu = late.blobs.usage, time.time(), time.process_time()
+    before, began, cpu = late.blobs.traffic, time.time(), time.process_time()
     late.allreduce([np.ones(4, np.float32)])
-    used = late.blobs.usage.since(before)
+    used = late.blobs.traffic.since(before)
     print(time.time() - began, time.process_time() - cpu, used.requests)
 """
 
@@ -99,24 +99,24 @@ def history() -> dict[str, Any]:
 
 
 def fold_all(folder: Path) -> dict[str, float]:
-    blobs, keys = Blobs.open(f"file://{folder}"), Keys("run")
-    before = len(blobs.find(keys.manifests()))
-    began, used = time.time(), blobs.usage
+    blobs, keys = ObjectStore.open(f"file://{folder}"), Keys("run")
+    before = len(blobs.list(keys.manifests()))
+    began, used = time.time(), blobs.traffic
     from concurrent.futures import ThreadPoolExecutor
 
     sweep = StoreSweep(blobs, keys, ThreadPoolExecutor(1), 1)
     sweeps = 0
-    while len(blobs.find(keys.manifests())) > 2500:
+    while len(blobs.list(keys.manifests())) > 2500:
         sweep.run(MANY)
         sweeps += 1
     return {
         "manifests before": before,
-        "manifests after": len(blobs.find(keys.manifests())),
-        "folded objects": len(blobs.find(keys.pasts())),
-        "bytes of them": sum(blob.size for blob in blobs.find(keys.pasts())),
+        "manifests after": len(blobs.list(keys.manifests())),
+        "folded objects": len(blobs.list(keys.pasts())),
+        "bytes of them": sum(blob.size for blob in blobs.list(keys.pasts())),
         "sweeps": sweeps,
         "seconds": time.time() - began,
-        "requests": blobs.usage.since(used).requests,
+        "requests": blobs.traffic.since(used).requests,
     }
 
 
@@ -129,7 +129,7 @@ def world(size: int, rounds: int, values: int) -> dict[str, float]:
     def take_part(rank: int) -> None:
         data = [np.full(values, rank, np.float32)]
         with ObjectStoreAllReduce(
-            Blobs(store, "memory"), rank, size, grace_s=3600, timeout_s=7200
+            ObjectStore(store, "memory"), rank, size, grace_s=3600, timeout_s=7200
         ) as replica:
             for number in range(rounds):
                 start.wait()

@@ -17,7 +17,7 @@ from atoll.agent.metric_sinks import EVERY_S
 from atoll.agent.metrics import Reporter, Teller, batch_of
 from atoll.metrics.collect import FolderReader
 from atoll.metrics.series import COUNT
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 
 RANKS, NAMES, SECONDS = 1_000, 10, 30
 CALLS = 20_000
@@ -109,11 +109,11 @@ def read_path(folder: Path) -> dict[str, float]:
             file.write(batch_of(life, number + 1, points, 0))
         size = file.tell()
     before = time.process_time()
-    keeper = SeriesKeeper(folder / "series.db")
+    metric_store = MetricStore(folder / "series.db")
     reader = FolderReader("u", figures_folder)
-    while reader.read(keeper):
+    while reader.read(metric_store):
         pass
-    points_read = sum(sum(one.series.columns[COUNT]) for one in keeper.series("u"))
+    points_read = sum(sum(one.series.columns[COUNT]) for one in metric_store.series("u"))
     spent = time.process_time() - before
     return {"read_us_a_point": spent / points_read * 1e6, "bytes_a_point": size / points_read}
 
@@ -122,7 +122,7 @@ def control_plane(folder: Path) -> dict[str, float]:
     """CPU seconds a second of figures: every rank writes a line a second, all are read and kept."""
     figures_folder = folder / "figures"
     figures_folder.mkdir()
-    keeper = SeriesKeeper(folder / "series.db")
+    metric_store = MetricStore(folder / "series.db")
     reader = FolderReader("u", figures_folder)
     spent = written = 0.0
     for second in range(1, SECONDS + 1):
@@ -133,11 +133,11 @@ def control_plane(folder: Path) -> dict[str, float]:
                 file.write(line)
             written += len(line)
         before = time.process_time()
-        while reader.read(keeper):
+        while reader.read(metric_store):
             pass
         spent += time.process_time() - before
     begun = time.perf_counter()
-    count = len(keeper.series("u"))
+    count = len(metric_store.series("u"))
     read_s = time.perf_counter() - begun
     stored = sum(path.stat().st_size for path in folder.glob("series.db*"))
     return {

@@ -30,7 +30,7 @@ from atoll.core.phase import Phase
 from atoll.core.status import RankStatus, Status, WorldStatus
 from atoll.sdk.embedded import read_token, start
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
+from atoll.server.http.auth import hash_token
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
 
@@ -64,7 +64,7 @@ class Written:
             time.sleep(0.01)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.do(self.tokens.add(hashed("t"), "default", "", 0.0))
+        self.do(self.tokens.add(hash_token("t"), "default", "", 0.0))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

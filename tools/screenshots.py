@@ -16,7 +16,7 @@ from tests.e2e.browser import open_browser
 from tests.support.crowded_plane import CrowdedPlane, crowded_plane, large, losing, training
 
 from atoll.core.phase import Phase
-from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
+from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
 from atoll.core.spec import WorldSize
 from atoll.core.status import (
     AttemptStatus,
@@ -34,7 +34,7 @@ from atoll.core.status import (
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUALITY = 72
-MOST_BYTES = 600_000
+MAX_BYTES = 600_000
 FAILED = "gpt-125m-fineweb"
 # Name, address, what to wait for, width, height, theme.
 SHOTS = (
@@ -244,8 +244,8 @@ def rounds(plane: CrowdedPlane, uid: str, start: float, end: float) -> None:
         for rank in members:
             blocked = 40.0 if number > 41 else 6.0
             cost = RoundCost(rank, 81_000_000, 81_000_000 * 2, 24, 120.0, blocked)
-            words.append(RoundWord(run="run", fragment=0, round=number, cost=cost, facts=facts))
-    plane.series.rounds.add_words(uid, words)
+            words.append(ReportedRound(run="run", fragment=0, round=number, cost=cost, facts=facts))
+    plane.metrics.rounds.add_reports(uid, words)
 
 
 def fill(plane: CrowdedPlane) -> None:
@@ -310,7 +310,7 @@ def main() -> None:
             (IMAGES / f"{name}.webp").write_bytes(base64.b64decode(shot["data"]))
             context.close()
     total = sum(image.stat().st_size for image in IMAGES.glob("*.webp"))
-    assert total < MOST_BYTES, f"{total} bytes"
+    assert total < MAX_BYTES, f"{total} bytes"
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from atoll.core.status import RankStatus as RankStatus
 from atoll.core.status import WorldStatus as WorldStatus
 from atoll.diloco.allreduce import ObjectStoreAllReduce as ObjectStoreAllReduce
 from atoll.mesh.gate import mesh_status as mesh_status
-from atoll.replicas.handle import ReplicaHandle as ReplicaHandle
 from atoll.replicas.kubernetes import EKSExecutor as EKSExecutor
 from atoll.replicas.kubernetes import KubernetesExecutor as KubernetesExecutor
 from atoll.replicas.local import LocalProcessExecutor as LocalProcessExecutor
 from atoll.replicas.modal import ModalExecutor as ModalExecutor
-from atoll.replicas.modal_spawn import ModalSpawnExecutor as ModalSpawnExecutor
+from atoll.replicas.modal import ModalSpawnExecutor as ModalSpawnExecutor
+from atoll.replicas.protocol import ReplicaHandle as ReplicaHandle
 from atoll.replicas.protocol import ServerlessExecutor as ServerlessExecutor
 from atoll.replicas.sagemaker import SageMakerExecutor as SageMakerExecutor
 from atoll.replicas.slurm import SlurmExecutor as SlurmExecutor

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Key, Tokens
     from atoll.server.background import BackgroundTasks, Work
-    from atoll.server.handlers.executors import Setup
-    from atoll.server.http.serving import GuardedServer
+    from atoll.server.handlers.admission import Setup
+    from atoll.server.http.server import GuardedServer
     from atoll.server.http.streams import Streams
     from atoll.server.ui.sessions import Sessions
     from atoll.store.sqlite import SQLiteStore
@@ -57,7 +57,7 @@ NAMESPACE = "default"
 PURGE_S = 60.0
 WATCH_FILES_S = 5.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
-LOOK_FOR_ROOM_S = 1.0
+CHECK_SPACE_S = 1.0
 REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or raise the quota",
@@ -101,8 +101,8 @@ def build(
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
     from atoll.metrics.collect import Collector
-    from atoll.metrics.store import SeriesKeeper
-    from atoll.rounds.follow import RoundFollower, figures_of, whose_of
+    from atoll.metrics.store import MetricStore
+    from atoll.rounds.follow import RoundFollower, metrics_uri_of, store_access_of
     from atoll.server.app import create_app
     from atoll.server.background import CONTROLLER, BackgroundTasks
     from atoll.server.deliver import Deliverer, load_webhooks
@@ -125,7 +125,7 @@ def build(
         return _build_read_only(where, executors, setup, sessions, refusal)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
-    series = SeriesKeeper(where / "series.db")
+    metrics = MetricStore(where / "series.db")
     informer = Informer(store)
     gauges, streams = Gauges(informer), Streams()
     store.outbox.configure(webhooks)
@@ -136,7 +136,7 @@ def build(
 
     def all_notes() -> list[str]:
         failing = [f"{one.name} does not work: {one.error}" for one in background.failures]
-        return [*notes(), *series.notes, *filter(None, [series.trouble]), *failing]
+        return [*notes(), *metrics.notes, *filter(None, [metrics.trouble]), *failing]
 
     setup = replace(setup, notes=all_notes, stale=lambda: store.stale)
 
@@ -146,11 +146,11 @@ def build(
             executors,
             informer=informer,
             clock=clock,
-            on_pass=lambda done: gauges.reconciled(done.seconds),
-            quiet_s=series.stillness.quiet_s,
-            rounds=series.rounds.observed,
+            on_pass=lambda done: gauges.record_pass(done.seconds),
+            idle_s=metrics.idle_tracker.idle_s,
+            rounds=metrics.rounds.observed,
         )
-        series.rounds.on_news = controller.wake
+        metrics.rounds.on_news = controller.wake
         return controller.run()
 
     @contextlib.asynccontextmanager
@@ -158,14 +158,17 @@ def build(
         for executor in executors.values():
             await executor.start(store)
         collector = Collector(
-            series,
-            figures_of(executors),
+            metrics,
+            metrics_uri_of(executors),
             executors[LOCAL].machine_use,
             # Its files are here: it may be taken up again.
             lambda uid: (where / "ranks" / uid).exists(),
         )
         follower = RoundFollower(
-            series.rounds, whose_of(executors, setup.kinds), settings.round_stores, NAMESPACE
+            metrics.rounds,
+            store_access_of(executors, setup.kinds),
+            settings.round_stores,
+            NAMESPACE,
         )
         works: dict[str, Work] = {
             INFORMER: informer.run,
@@ -185,7 +188,7 @@ def build(
         for executor in executors.values():
             await executor.close()
         write_mark(clock, where / "clock")
-        series.close()
+        metrics.close()
         tokens.close()
         store.close()
 
@@ -198,7 +201,7 @@ def build(
         informer=informer,
         gauges=gauges,
         clock=clock,
-        series=series,
+        metrics=metrics,
         report_key=key_at(where),
         background=background,
         sessions=sessions,
@@ -262,7 +265,7 @@ def configured(
     """
     from atoll.core.config import in_file
     from atoll.core.executors import PlaneContext, load
-    from atoll.server.handlers.executors import Setup
+    from atoll.server.handlers.admission import Setup
 
     directory = Path(settings.path).parent if settings.path else where
     home = PlaneContext(where, _identity(where), directory)
@@ -357,12 +360,12 @@ def serve(
     One that only reads goes on as a whole one, at the same address, once there is room to write.
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
-    from atoll.server.http.log_rate import quiet_log
-    from atoll.server.http.serving import BACKLOG, listen, tls_of
+    from atoll.server.http.log_rate import configure_log
+    from atoll.server.http.server import BACKLOG, listen, load_tls
 
-    quiet_log(logging.WARNING)
+    configure_log(logging.WARNING)
     where = state_dir(where)
-    tls = tls_of(tls_cert, tls_key)
+    tls = load_tls(tls_cert, tls_key)
     listening = [listen(host, port)]
     address = _endpoint(listening[0], is_tls=tls is not None)
     if (limit := slots or read_for_plane(config).executors[LOCAL].options.get("slots")) is not None:
@@ -394,7 +397,7 @@ def serve(
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:
     """Makes sure that the user's own token is in a private file and known to the server."""
-    from atoll.server.http.auth import hashed, new_token
+    from atoll.server.http.auth import hash_token, new_token
 
     path = where / "token"
     try:
@@ -402,8 +405,8 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
     except FileNotFoundError:
         token = new_token()
         _write_private(path, token + "\n")
-    if await tokens.namespace_of(hashed(token)) is None:
-        await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
+    if await tokens.namespace_of(hash_token(token)) is None:
+        await tokens.add(hash_token(token), NAMESPACE, "local user", time.time())
 
 
 def _server(
@@ -415,7 +418,7 @@ def _server(
     is_owned: bool,
     is_first: bool,
 ) -> GuardedServer:
-    from atoll.server.http.serving import BACKLOG, GuardedServer
+    from atoll.server.http.server import BACKLOG, GuardedServer
 
     class Server(GuardedServer):
         """A server that announces when it is ready, and ends open streams when it stops."""
@@ -451,7 +454,7 @@ def _server(
         async def look_for_room(self) -> None:
             is_full = True
             while is_full:
-                await asyncio.sleep(LOOK_FOR_ROOM_S)
+                await asyncio.sleep(CHECK_SPACE_S)
                 is_full = not _can_go_on(plane)
             plane.is_to_go_on = not self.should_exit
             self.should_exit = True

@@ -121,8 +121,8 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
 
         hand_in(call(find_function(module, function), args, env))
         return
-    words = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
-    sys.argv = [entry, *words]
+    message = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
+    sys.argv = [entry, *message]
     if entry.endswith(".py") or "/" in entry:
         sys.path[0] = os.path.dirname(os.path.abspath(entry))
         runpy.run_path(entry, run_name="__main__")

@@ -20,7 +20,7 @@ from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.settle import Decider, Me
 from atoll.diloco.allreduce.work import EncodedMean
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 T = TypeVar("T")
 SIZE = 37
@@ -30,7 +30,7 @@ class Killed(BaseException):
     """What a thread gets instead of SIGKILL: it never makes another request."""
 
 
-class FaultyBlobs(Blobs):
+class FaultyStore(ObjectStore):
     """`fault(index, is_after)` runs around every request; it may raise, sleep or do anything."""
 
     def __init__(
@@ -43,11 +43,11 @@ class FaultyBlobs(Blobs):
         super().__init__(store, "faulty", patience_s=patience_s)
         self.fault = fault
         self._made = 0
-        self._count = threading.Lock()
+        self._lock_made = threading.Lock()
 
     def _ask(self, request: Callable[[], T], **options: Any) -> T:
         def faulty() -> T:
-            with self._count:
+            with self._lock_made:
                 index, self._made = self._made, self._made + 1
             if self.fault:
                 self.fault(index, False)
@@ -175,7 +175,7 @@ class World:
         }
         usual |= {"codec": self.codec}
         options = {**usual, **options}
-        blobs = FaultyBlobs(self.store, fault)
+        blobs = FaultyStore(self.store, fault)
         return ObjectStoreAllReduce(blobs, rank, self.size, **options)
 
     def take_part(
@@ -227,22 +227,22 @@ class World:
                 np.testing.assert_allclose(
                     np.frombuffer(known[0].mean, np.float32), mean, rtol=2e-7, atol=1e-9
                 )
-        commits = committed(Blobs(self.store, "judge"))
+        commits = committed(ObjectStore(self.store, "judge"))
         for number, attempts in commits.items():
             assert len(attempts) <= 1, f"round {number} was committed as {attempts}"
         for number in self.rounds:
             assert len(commits[number]) == 1, f"round {number} was used but never committed"
 
 
-def committed(blobs: Blobs, run: str = "run") -> dict[int, list[int]]:
+def committed(blobs: ObjectStore, run: str = "run") -> dict[int, list[int]]:
     """The attempts of each round of which every shard's place holds a mean."""
     matches: dict[int, list[int]] = {}
     kinds: dict[tuple[int, int], dict[str, bytes]] = defaultdict(dict)
-    for blob in blobs.find(f"{run}/sum"):
+    for blob in blobs.list(f"{run}/sum"):
         where = parse_attempt(blob.key)
         assert where is not None
         kinds[where][blob.key] = wire.kind_of(blobs.get(blob.key))
-    for blob in blobs.find(f"{run}/manifest"):
+    for blob in blobs.list(f"{run}/manifest"):
         where = parse_attempt(blob.key)
         assert where is not None
         manifest = read_manifest(blobs, *where, run=run)
@@ -254,7 +254,7 @@ def committed(blobs: Blobs, run: str = "run") -> dict[int, list[int]]:
     return matches
 
 
-def read_manifest(blobs: Blobs, number: int, attempt: int, run: str = "run") -> Manifest:
+def read_manifest(blobs: ObjectStore, number: int, attempt: int, run: str = "run") -> Manifest:
     from atoll.diloco.allreduce.keys import Keys
     from atoll.diloco.allreduce.pace import History
 

@@ -75,7 +75,7 @@ SLOW = (
     [
         ("from atoll.cli.main import app; app(['--help'], standalone_mode=False)", HEAVY),
         (
-            "import atoll.cli.launch, atoll.cli.follow, atoll.cli.report, atoll.core.fields\n"
+            "import atoll.cli.run, atoll.cli.follow, atoll.cli.report, atoll.core.fields\n"
             "import atoll.cli.main, atoll.sdk.config, atoll.sdk.embedded, atoll.sdk.options\n"
             "from pathlib import Path; from atoll.sdk.endpoint import Address\n"
             "from atoll.sdk.wire import _blocking; _blocking(Address('', directory=Path('/')))",
@@ -123,16 +123,6 @@ def test_every_module_says_what_it_is_for() -> None:
     assert silent == []
 
 
-def test_no_two_public_classes_of_a_folder_share_a_name() -> None:
-    """Two packages may have the same natural word, such as `Options` of two backends."""
-    places: dict[tuple[Path, str], list[str]] = {}
-    for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault((path.parent, node.name), []).append(path.name)
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
-
-
 def test_every_module_can_be_imported() -> None:
     for path in SOURCES:
         if path.name == "__main__.py":
@@ -175,7 +165,7 @@ def test_types_are_decoded_by_decoders_that_are_made_in_one_place() -> None:
     """Two threads that make msgspec know a type at the same moment crash the process."""
     wrong = []
     for path in SOURCES:
-        if path.name == "decoders.py":
+        if path.parts[-2:] == ("core", "model.py"):
             continue
         tree = ast.parse(path.read_text())
         inner = {

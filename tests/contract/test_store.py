@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from atoll.core.attempts import KEPT
+from atoll.core.attempts import MAX_ATTEMPTS
 from atoll.core.errors import Conflict, Gone, NotFound
 from atoll.core.phase import Phase
 from atoll.core.spec import Code, Source, TrainingSpec, WorldSize
@@ -406,12 +406,12 @@ def test_attempts_are_stored_with_the_status_and_bounded(on_store: Callable[...,
         with pytest.raises(Conflict):
             await store.update_status(old, Status(message="late"), [], [attempt(1)])
         assert list(await store.attempts(("default", "a"))) == [attempt(0), attempt(0, rank=2)]
-        for number in range(1, KEPT + 3):
+        for number in range(1, MAX_ATTEMPTS + 3):
             status = Status(message=str(number))
             now = await store.update_status(now, status, [], [attempt(number)])
         kept = await store.attempts(("default", "a"))
         assert [(a.rank, a.attempt) for a in kept] == [
-            *((0, number) for number in range(3, KEPT + 3)),
+            *((0, number) for number in range(3, MAX_ATTEMPTS + 3)),
             (2, 0),
         ]
         await store.remove(now)

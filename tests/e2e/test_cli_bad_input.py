@@ -31,12 +31,12 @@ BAD = [
     (("run", "--name", LONG, "--", "true"), "expected 1 to 63 lower-case letters"),
     (("run", "--name", "", "--", "true"), "--name: '' is not valid"),
     (("run", "--max-restarts", "-1", "--", "true"), "-1 is not in the range x>=0"),
-    (("run", "--timeout", "-5", "--", "true"), "-5.0 is not in the range x>=0.001"),
+    (("run", "--deadline", "-5", "--", "true"), "'-5' is not a duration: expected 30s, 5m"),
     (
         ("run", "--ttl", "999999999", "--", "true"),
         "--ttl: 999999999 is not valid",
     ),
-    (("run", "--timeout", "nan", "--", "true"), "--timeout: nan is not valid"),
+    (("run", "--deadline", "0", "--", "true"), "--deadline: 0 is not valid"),
     (("run", "--rendezvous", "carrier-pigeon", "--", "true"), "expected 'etcd-v2' or 'c10d'"),
     (("run", "--uri", "ftp://x", "--", "true"), "--uri: 'ftp://x' is not valid"),
     (("run", "--bench", "always", "--", "true"), "expected 'off' or 'on-start'"),
@@ -62,7 +62,7 @@ BAD = [
     (("scale", "x"), "Missing argument 'TARGET'"),
     (("scale", "x", "more"), "'more' is not a valid integer"),
     (("wait", "x", "--for", "ever"), "'ever' is not one of 'min', 'target', 'complete'"),
-    (("wait", "x", "--timeout", "-1"), "-1.0 is not in the range x>=0"),
+    (("wait", "x", "--timeout", "5 min"), "'5 min' is not a duration: expected 30s, 5m, 2h"),
     (("cancel",), "Missing argument 'NAMES...'"),
     (("rm",), "give names, or --finished"),
     (("rm", "x", "--finished"), "give names, or --finished"),
@@ -75,8 +75,8 @@ BAD = [
     (("completion",), "Choose from: bash, zsh, fish: see"),
     (("events", "x", "--since", "soon"), "--since: 'soon' is not valid: expected 10m"),
     (("run", "-e", "NOT_SET_HERE", "--", "true"), "--env: 'NOT_SET_HERE' is not valid"),
-    (("operator", "--options", "{bad"), "--options: '{bad' is not valid: expected JSON"),
-    (("operator", "--options", '{"imag": 1}'), "--options: imag: 'imag' is not valid"),
+    (("k8s", "operator", "--options", "{bad"), "--options: '{bad' is not valid: expected JSON"),
+    (("k8s", "operator", "--options", '{"imag": 1}'), "--options: imag: 'imag' is not valid"),
     (("top", "--interval", "0"), "0.0 is not in the range"),
 ]
 
@@ -119,8 +119,12 @@ def test_what_is_not_there_is_one_line_and_1(atoll: Any, words: tuple[str, ...],
 
 
 def test_what_the_training_refuses_is_one_line_and_1(atoll: Any) -> None:
-    assert atoll("up", "--name", "refusing", "-n", "2", "--", "sleep", "60").returncode == 0
-    _check(atoll("up", "--name", "refusing", "--", "true"), 1, "a training named 'refusing' exists")
+    assert atoll("run", "-d", "--name", "refusing", "-n", "2", "--", "sleep", "60").returncode == 0
+    _check(
+        atoll("run", "-d", "--name", "refusing", "--", "true"),
+        1,
+        "a training named 'refusing' exists",
+    )
     _check(atoll("scale", "refusing", "5"), 1, "target 5 is outside [2, 2]")
     _check(atoll("scale", "refusing", "-1"), 1, "target -1 is outside [2, 2]")
     assert atoll("cancel", "refusing").returncode == 0

@@ -28,7 +28,7 @@ FOREVER = "echo line one; echo line two; trap 'exit 0' TERM; while :; do sleep 0
 
 def test_a_training_from_up_to_rm_in_json(atoll: Any) -> None:
     words = ("--name", "life", "-n", "2", "--min", "1", "--max", "4")
-    made = atoll("up", "--json", *words, "--", "sh", "-c", FOREVER)
+    made = atoll("run", "-d", "--json", *words, "--", "sh", "-c", FOREVER)
     assert set(json.loads(made.stdout)) >= TRAINING_KEYS
 
     ready = atoll.json("wait", "life", "--for", "target", "--timeout", "30")
@@ -66,7 +66,7 @@ def test_a_training_from_up_to_rm_in_json(atoll: Any) -> None:
     assert events[0]["reason"] == "Cancelled"
     assert {"Accepted", "RanksStarted", "Scaled"} <= {event["reason"] for event in events}
     assert atoll.json("events", "life", "--since", str(events[0]["at"] + 1)) == []
-    assert atoll.json("bench", "life")["phase"] == "Skipped"
+    assert atoll.json("status", "life", "--bench")["phase"] == "Skipped"
 
     assert atoll.json("rm", "life") == {"removed": ["life"]}
     assert atoll.json("rm", "life") == {"removed": []}
@@ -86,7 +86,7 @@ def test_people_see_tables(atoll: Any) -> None:
         str.split, status.split("\n")
     )
     assert "RankLost" in atoll("events", "sad", "--since", "1h").stdout
-    assert "no result: bench is off for this training" in atoll("bench", "sad").stdout
+    assert "no result: bench is off for this training" in atoll("status", "sad", "--bench").stdout
     waited = atoll("wait", "sad", "--timeout", "60")
     assert waited.returncode == 1
     assert "last lines of rank 1:" in waited.stderr
@@ -94,7 +94,7 @@ def test_people_see_tables(atoll: Any) -> None:
 
 
 def test_up_prints_only_the_name_and_wait_follows_it(atoll: Any) -> None:
-    name = atoll("up", "-n", "2", "--", sys.executable, "-c", "pass").stdout.strip()
+    name = atoll("run", "-d", "-n", "2", "--", sys.executable, "-c", "pass").stdout.strip()
     assert name.startswith("python")
     done = atoll("wait", name)
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_up_prints_only_the_name_and_wait_follows_it(atoll: Any) -> None:
 
 
 def test_wait_times_out_with_124_and_says_what_was_missing(atoll: Any) -> None:
-    assert atoll("up", "--name", "slow", "--", "sleep", "60").returncode == 0
+    assert atoll("run", "-d", "--name", "slow", "--", "sleep", "60").returncode == 0
     done = atoll("wait", "slow", "--timeout", "0.2")
     assert done.returncode == 124
     assert "after 0.2 s" in done.stderr
@@ -112,7 +112,9 @@ def test_wait_times_out_with_124_and_says_what_was_missing(atoll: Any) -> None:
 
 
 def test_logs_f_ends_with_the_training(atoll: Any) -> None:
-    assert atoll("up", "--name", "talker", "--", "sh", "-c", "echo a; sleep 0.5; echo b").stdout
+    assert atoll(
+        "run", "-d", "--name", "talker", "--", "sh", "-c", "echo a; sleep 0.5; echo b"
+    ).stdout
     done = atoll("logs", "-f", "talker")
     assert (done.returncode, done.stdout) == (0, "[0] a\n[0] b\n")
 
@@ -120,7 +122,7 @@ def test_logs_f_ends_with_the_training(atoll: Any) -> None:
 def test_status_w_without_a_terminal_is_a_line_for_each_change(atoll: Any, tmp_path: Path) -> None:
     go = tmp_path / "go"
     script = f"while [ ! -e {go} ]; do sleep 0.05; done; exit 4"
-    assert atoll("up", "--name", "changing", "--", "sh", "-c", script).stdout
+    assert atoll("run", "-d", "--name", "changing", "--", "sh", "-c", script).stdout
     with atoll.start("status", "-w", "changing") as watching:
         assert watching.stdout
         line = ""
@@ -137,13 +139,13 @@ def test_status_w_without_a_terminal_is_a_line_for_each_change(atoll: Any, tmp_p
 
 def test_rm_finished_keeps_what_runs(lone_atoll: Any) -> None:
     assert lone_atoll("run", "--name", "over", "--", "true").returncode == 0
-    assert lone_atoll("up", "--name", "alive", "--", "sleep", "60").returncode == 0
+    assert lone_atoll("run", "-d", "--name", "alive", "--", "sleep", "60").returncode == 0
     assert lone_atoll.json("rm", "--finished") == {"removed": ["over"]}
     assert [t["name"] for t in lone_atoll.json("ps")] == ["alive"]
 
 
 def test_a_token_opens_its_namespace_only_and_can_be_removed(atoll: Any) -> None:
-    assert atoll("up", "--name", "mine", "--", "sleep", "60").returncode == 0
+    assert atoll("run", "-d", "--name", "mine", "--", "sleep", "60").returncode == 0
     url = json.loads((atoll.state / "endpoint.json").read_bytes())["url"]
     made = atoll.json("token", "create", "--namespace", "other", "--label", "ci")
     other = {"ATOLL_URL": url, "ATOLL_TOKEN": made["token"]}
@@ -182,7 +184,9 @@ def test_ranks_outlive_serve_and_the_next_one_takes_them_up(
         server.stdout.readline()
         go = tmp_path / "go"
         script = f"echo up; while [ ! -e {go} ]; do sleep 0.05; done; echo done"
-        assert lone_atoll("up", "--name", "lasting", "-n", "2", "--", "sh", "-c", script).stdout
+        assert lone_atoll(
+            "run", "-d", "--name", "lasting", "-n", "2", "--", "sh", "-c", script
+        ).stdout
         assert lone_atoll("wait", "lasting", "--for", "target").returncode == 0
         server.send_signal(signal.SIGTERM)
         assert server.wait() == 0
@@ -195,7 +199,7 @@ def test_the_shell_completes_commands_and_names(atoll: Any) -> None:
     assert "_ATOLL_COMPLETE" in atoll("completion", "bash").stdout
     assert "#compdef atoll" in atoll("completion", "zsh").stdout
     assert "complete" in atoll("completion", "fish").stdout
-    assert atoll("up", "--name", "completed", "--", "true").returncode == 0
+    assert atoll("run", "-d", "--name", "completed", "--", "true").returncode == 0
 
     def completed(*words: str) -> str:
         asked = {"COMP_WORDS": " ".join(["atoll", *words]), "COMP_CWORD": str(len(words))}
@@ -266,5 +270,5 @@ def test_the_result_of_a_rank(atoll: Any) -> None:
     failed = atoll("result", "broken")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert "exit_code=1" in failed.stderr
-    atoll("up", "--name", "endless", "--", "sleep", "600")
+    atoll("run", "-d", "--name", "endless", "--", "sleep", "600")
     assert atoll("result", "endless", "--timeout", "0").returncode == 124

@@ -112,10 +112,10 @@ def test_defaults_are_used_and_the_command_line_wins(shell: Shell) -> None:
 
 def test_a_default_executor_is_where_trainings_go(shell: Shell) -> None:
     shell.configure(EU + '[defaults]\nexecutor = "eu"\n')
-    assert shell("up", "--name", "there", "--", "true").returncode == 0
+    assert shell("run", "-d", "--name", "there", "--", "true").returncode == 0
     assert shell.json("status", "there")["spec"]["executor"] == "eu"
     elsewhere = Shell(shell.state, shell.state)  # no atoll.toml: the control plane's default
-    assert elsewhere("up", "--name", "too", "--", "true").returncode == 0
+    assert elsewhere("run", "-d", "--name", "too", "--", "true").returncode == 0
     spec = shell.json("status", "too")["spec"]
     assert spec["executor"] == "eu"
     assert spec["workingDir"] is None  # a directory of this machine is none of a cluster's
@@ -142,7 +142,7 @@ def test_a_mistake_in_the_file_is_told_before_anything_happens(
 
 
 def test_a_training_outlives_the_configuration_of_its_executor(shell: Shell) -> None:
-    assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
+    assert shell("run", "-d", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
     stop_server(shell)
     shell.configure("")
     until_missing(shell, "far")
@@ -159,7 +159,7 @@ def test_a_training_outlives_the_configuration_of_its_executor(shell: Shell) -> 
 def test_a_run_that_nobody_can_stop_now_is_left_in_its_time(shell: Shell) -> None:
     """The cluster does not answer: the cancel is stored, and the command does not wait for it."""
     words = ("--executor", "eu", "--stop-grace", "0", "--", "true")
-    ran = shell("run", "--timeout", "1", "--name", "far", *words)
+    ran = shell("run", "--deadline", "1", "--name", "far", *words)
     assert ran.returncode == 124
     assert ran.stderr.splitlines()[-1] == f"atoll: left far: {LEFT}"
     assert "the executor 'eu' cannot be reached: the Kubernetes API server did not" in ran.stderr
@@ -203,7 +203,7 @@ def test_an_executor_that_cannot_be_used_says_why_until_a_restart(shell: Shell) 
 def test_a_training_goes_on_once_its_executor_is_there_again(
     shell: Shell, cluster: SmallCluster
 ) -> None:
-    assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
+    assert shell("run", "-d", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
     until(lambda: jobs_of(cluster))
     stop_server(shell)
     shell.configure("")
@@ -220,7 +220,7 @@ def test_a_cluster_that_comes_back_is_asked_for_what_was_stored(
     shell: Shell, cluster: SmallCluster
 ) -> None:
     cluster.stop()
-    assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
+    assert shell("run", "-d", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
     until(lambda: is_said_to_be_unreachable(shell, "far"))
     cluster.start()
     until(lambda: jobs_of(cluster))

@@ -31,12 +31,21 @@ def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
     lone_atoll: Any,
 ) -> None:
     lone_atoll.configure("[executors.local]\ngpus = [4, 5, 6, 7]\n")
-    assert lone_atoll("up", "--name", "a", "-n", "2", "--gpus", "1", "--", *HOLD).returncode == 0
+    assert (
+        lone_atoll("run", "-d", "--name", "a", "-n", "2", "--gpus", "1", "--", *HOLD).returncode
+        == 0
+    )
     assert sorted(shown(lone_atoll, "a", 2)) == ["4", "5"]
     kill_server(lone_atoll)
-    assert lone_atoll("up", "--name", "b", "-n", "1", "--gpus", "2", "--", *HOLD).returncode == 0
+    assert (
+        lone_atoll("run", "-d", "--name", "b", "-n", "1", "--gpus", "2", "--", *HOLD).returncode
+        == 0
+    )
     assert shown(lone_atoll, "b", 1) == ["6,7"]
-    assert lone_atoll("up", "--name", "c", "-n", "2", "--gpus", "1", "--", *HOLD).returncode == 0
+    assert (
+        lone_atoll("run", "-d", "--name", "c", "-n", "2", "--gpus", "1", "--", *HOLD).returncode
+        == 0
+    )
     until(lambda: "GPUs" in lone_atoll("status", "c").stdout)
     assert "4 of 4 GPUs of" in lone_atoll("status", "c").stdout
     assert devices_of(lone_atoll, "c") == []
@@ -48,7 +57,7 @@ def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
 
 def test_fewer_than_the_machine_has_are_waited_for_and_told(lone_atoll: Any) -> None:
     lone_atoll.configure("[executors.local]\ngpus = 2\n")
-    words = ("run", "-n", "3", "--gpus", "1", "--timeout", "2", "--", "true")
+    words = ("run", "-n", "3", "--gpus", "1", "--deadline", "2s", "--", "true")
     done = lone_atoll(*words)
     assert done.returncode == 124
     assert "0 of 2 GPUs of" in done.stderr

@@ -10,7 +10,10 @@ from tests.e2e.conftest import is_alive, until
 
 def test_stop_leaves_the_ranks_and_stop_all_does_not(lone_atoll: Any) -> None:
     assert lone_atoll("stop").stdout == "no control plane runs\n"
-    assert lone_atoll("up", "--name", "a", "--", "sh", "-c", "echo $$; sleep 600").returncode == 0
+    assert (
+        lone_atoll("run", "-d", "--name", "a", "--", "sh", "-c", "echo $$; sleep 600").returncode
+        == 0
+    )
     until(lambda: lone_atoll("logs", "a").stdout)
     rank, server = int(lone_atoll("logs", "a").stdout.split()[-1]), lone_atoll.server_pid()
     done = lone_atoll("stop")
@@ -31,7 +34,7 @@ def test_stop_is_for_ones_own(lone_atoll: Any) -> None:
 
 
 def test_slots_are_of_the_control_plane_that_is_started(lone_atoll: Any) -> None:
-    words = ("run", "-n", "2", "--slots", "1", "--timeout", "1", "--", "true")
+    words = ("run", "-n", "2", "--slots", "1", "--deadline", "1", "--", "true")
     done = lone_atoll(*words)
     assert done.returncode == 124
     assert "0 of 1 slots of" in done.stderr

@@ -27,13 +27,13 @@ def test_ctrl_c_while_the_command_is_loaded_is_one_line(
     assert done.stderr.split("\n") == ["", "atoll: interrupted, nothing was started", ""]
 
 
-def test_ctrl_c_of_up_says_where_to_look(atoll: Any, tmp_path: Path) -> None:
+def test_ctrl_c_of_a_detached_run_says_where_to_look(atoll: Any, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "msgspec.py").write_text(INTERRUPTING)
+    (tmp_path / "first" / "base64.py").write_text(INTERRUPTING)
     path = f"{tmp_path / 'first'}:{atoll.env['PYTHONPATH']}"
-    done = atoll("up", "--", "true", PYTHONPATH=path)
+    done = atoll("run", "-d", "--", "true", PYTHONPATH=path)
     assert done.returncode == 130
-    assert done.stderr.strip() == "atoll: interrupted; 'atoll ps' tells if it was stored"
+    assert done.stderr.strip() == "atoll: interrupted; 'atoll ps' lists it if it was stored"
 
 
 def test_a_sigint_that_is_ignored_stays_ignored(atoll: Any) -> None:

@@ -96,8 +96,8 @@ def test_what_ranks_report_comes_through_the_object_store(
     done = lone_atoll(*words, "--", "python", "train.py")
     assert done.returncode == 0, done.stderr
     expected = {(rank, step): 1 / step + rank for rank in range(2) for step in range(1, 4)}
-    until(lambda: len(lone_atoll.json("series", "told", "loss")["step"]) == len(expected))
-    told = lone_atoll.json("series", "told", "loss")
+    until(lambda: len(lone_atoll.json("metrics", "told", "loss")["step"]) == len(expected))
+    told = lone_atoll.json("metrics", "told", "loss")
     pairs = zip(told["rank"], told["step"], strict=True)
     assert dict(zip(pairs, told["value"], strict=True)) == expected
     until(lambda: len(lone_atoll.json("rounds", "told")["round"]) == 3)

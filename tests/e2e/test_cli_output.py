@@ -15,7 +15,7 @@ SLOW = "echo a; sleep 0.3; echo b"
 
 def test_followed_logs_end_with_their_reader(atoll: Any) -> None:
     script = "while :; do echo tick; sleep 0.05; done"
-    assert atoll("up", "--name", "ticking", "--", "sh", "-c", script).returncode == 0
+    assert atoll("run", "-d", "--name", "ticking", "--", "sh", "-c", script).returncode == 0
     with atoll.start("logs", "-f", "ticking") as it:
         assert it.stdout.readline() == "[0] tick\n"
         it.stdout.close()

@@ -38,9 +38,9 @@ def answer(url: str, token: str, body: bytes | None = None) -> tuple[int, str]:
 
 
 def test_ranks_report_by_http_through_a_killed_control_plane(atoll: Any) -> None:
-    made = atoll("up", "--name", "far", "-n", "1", "--", "sh", "-c", FOREVER)
+    made = atoll("run", "-d", "--name", "far", "-n", "1", "--", "sh", "-c", FOREVER)
     assert made.returncode == 0, made.stderr
-    atoll("up", "--name", "other", "-n", "1", "--", "sh", "-c", FOREVER)
+    atoll("run", "-d", "--name", "other", "-n", "1", "--", "sh", "-c", FOREVER)
     uid = atoll.json("status", "far")["uid"]
     endpoint = json.loads((atoll.state / "endpoint.json").read_text())
     port = endpoint["url"].rpartition(":")[2]
@@ -56,7 +56,7 @@ def test_ranks_report_by_http_through_a_killed_control_plane(atoll: Any) -> None
     assert rank.stdin is not None
     assert rank.stdout is not None
     rank.stdout.readline()
-    until(lambda: len(atoll.json("series", "far", "loss")["step"]) == 20)
+    until(lambda: len(atoll.json("metrics", "far", "loss")["step"]) == 20)
     os.kill(atoll.server_pid(), signal.SIGKILL)
     rank.stdin.write("\n")
     rank.stdin.flush()
@@ -66,11 +66,11 @@ def test_ranks_report_by_http_through_a_killed_control_plane(atoll: Any) -> None
     )  # fmt: skip
     assert serving.stdout is not None
     assert serving.stdout.readline()
-    until(lambda: len(atoll.json("series", "far", "loss")["step"]) == 40)
+    until(lambda: len(atoll.json("metrics", "far", "loss")["step"]) == 40)
     rank.stdin.write("\n")
     rank.stdin.close()
     assert rank.wait(30) == 0
-    table = atoll.json("series", "far", "loss")
+    table = atoll.json("metrics", "far", "loss")
     assert sorted(table["step"]) == list(range(40))
     assert (set(table["rank"]), set(table["attempt"])) == ({5}, {2})
 

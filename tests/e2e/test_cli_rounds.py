@@ -11,7 +11,7 @@ from typing import Any
 
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.past import read_manifests
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 from tests.e2e.conftest import until
 
 # The rounds go through the store alone: nothing is reported.
@@ -40,7 +40,7 @@ with ObjectStoreAllReduce(
 def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any) -> None:
     (atoll.cwd / "train.py").write_text(SCRIPT)
     made = atoll(
-        "up", "--name", "many", "-n", "3", "--min", "1", "--rendezvous", "none",
+        "run", "-d", "--name", "many", "-n", "3", "--min", "1", "--rendezvous", "none",
         "--max-restarts", "2", "--", sys.executable, "train.py",
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
@@ -49,7 +49,7 @@ def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any
     (atoll.cwd / "go").touch()
     assert atoll("wait", "many", "--timeout", "50").returncode == 0
     status = atoll.json("status", "many")
-    blobs = Blobs.open(atoll.state / "ranks" / status["uid"] / "rendezvous")
+    blobs = ObjectStore.open(atoll.state / "ranks" / status["uid"] / "rendezvous")
     manifests = {each.round: each for each in read_manifests(blobs, Keys(status["uid"]))}
     until(lambda: len(atoll.json("rounds", "many")["round"]) == len(manifests))
 

@@ -41,7 +41,7 @@ def test_lines_of_all_ranks_are_on_stdout_with_their_rank(atoll: Any) -> None:
         (("-n", "1", "--", "no-such-program"), 1, "no such command"),
         (("-n", "1", "--", "/etc/passwd"), 2, "this file is not executable"),
         (("-n", "1", "--", "sh", "-c", "exec /etc/passwd"), 1, "exited with code 126"),
-        (("-n", "1", "--timeout", "4", "--", "sleep", "60"), 124, "still running 4 s"),
+        (("-n", "1", "--deadline", "4s", "--", "sleep", "60"), 124, "still running 4 s"),
         (("-n", "2", "--", "sh", "-c", "kill -ABRT $$"), 1, "killed by SIGABRT (aborted)"),
         (("-n", "1", "sh", "-c", "exit 0"), 0, "succeeded"),
     ],
@@ -130,7 +130,7 @@ def test_what_waits_for_room_is_given_up_at_the_timeout(lone_atoll: Any) -> None
     with lone_atoll.start("serve", "--port", "0", "--slots", "1") as server:
         assert server.stdout
         assert json.loads(server.stdout.readline())["url"].startswith("http://127.0.0.1:")
-        done = lone_atoll("run", "-n", "2", "--timeout", "0.5", "--", "true")
+        done = lone_atoll("run", "-n", "2", "--deadline", "0.5", "--", "true")
         assert done.returncode == 124
         assert "not started within 0.5 s" in done.stderr
         assert "room for 1 of 2 ranks" in done.stderr

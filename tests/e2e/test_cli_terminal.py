@@ -64,7 +64,7 @@ def test_colour_can_be_forced_where_there_is_no_terminal(atoll: Any) -> None:
 
 
 def test_status_w_draws_until_the_end_and_top_draws_until_ctrl_c(atoll: Any) -> None:
-    assert atoll("up", "--name", "watched", "-n", "2", "--", "sleep", "60").returncode == 0
+    assert atoll("run", "-d", "--name", "watched", "-n", "2", "--", "sleep", "60").returncode == 0
     top = atoll.in_terminal("top", "--interval", "0.1")
     top.read_until("watched")
     status = atoll.in_terminal("status", "-w", "watched")
@@ -134,7 +134,7 @@ def test_top_shows_what_ranks_use_and_their_loss_and_leaves_the_screen_as_it_was
 ) -> None:
     program = "import atoll, time\nfor n in range(20): atoll.report(step=n, loss=20.0 - n)\n"
     (atoll.cwd / "lossy.py").write_text(program + "time.sleep(600)\n")
-    made = atoll("up", "--name", "lossy", "-n", "2", "--", sys.executable, "lossy.py")
+    made = atoll("run", "-d", "--name", "lossy", "-n", "2", "--", sys.executable, "lossy.py")
     assert made.returncode == 0, made.stderr
     until(lambda: _figures(atoll).keys() >= {"loss", "machine/cpu", "machine/memory"})
     assert _figures(atoll)["loss"]["value"] == 1.0
@@ -159,5 +159,5 @@ def test_top_shows_what_ranks_use_and_their_loss_and_leaves_the_screen_as_it_was
 
 def _figures(atoll: Any) -> dict[str, Any]:
     [found] = [each for each in atoll.json("top") if each["name"] == "lossy"]
-    figures: dict[str, Any] = found["figures"]
+    figures: dict[str, Any] = found["metrics"]
     return figures

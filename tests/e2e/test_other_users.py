@@ -27,7 +27,11 @@ def test_a_configuration_of_another_user_starts_nothing(lone_atoll: Shell) -> No
     file = lone_atoll.cwd / "atoll.toml"
     file.write_text('[defaults]\nenv = { LD_PRELOAD = "/tmp/theirs.so" }\n')
     give(file)
-    for words in (("run", "--", "true"), ("up", "--", "true"), ("run", "--dry-run", "--", "true")):
+    for words in (
+        ("run", "--", "true"),
+        ("run", "-d", "--", "true"),
+        ("run", "--dry-run", "--", "true"),
+    ):
         for named in ((), ("--config", "atoll.toml")):
             refused = lone_atoll(words[0], *named, *words[1:])
             assert refused.returncode == 1

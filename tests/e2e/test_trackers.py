@@ -22,7 +22,7 @@ def run(atoll: Any, name: str, title: str, *options: str) -> dict[str, Any]:
     done = atoll(*words, "--", sys.executable, "train.py")
     assert done.returncode == 0, done.stderr + done.stdout
     status: dict[str, Any] = atoll.json("status", name)
-    reported = atoll.json("series", name, "loss")
+    reported = atoll.json("metrics", name, "loss")
     assert reported["count"] == [1] * 10, "the same is in atoll"
     return status
 

@@ -44,7 +44,9 @@ def test_each_mistake_is_told_in_the_words_of_the_page(atoll: Any) -> None:
     for name, text in FILES.items():
         (Path(atoll.cwd) / name).write_text(text)
     assert (
-        atoll("up", "--name", "taken", "-n", "2", "--max", "3", "--", "sleep", "600").returncode
+        atoll(
+            "run", "-d", "--name", "taken", "-n", "2", "--max", "3", "--", "sleep", "600"
+        ).returncode
         == 0
     )
     assert atoll("wait", "taken", "--for", "target").returncode == 0

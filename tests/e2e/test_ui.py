@@ -72,7 +72,22 @@ def test_a_failure_is_understood_from_its_page_and_nothing_a_rank_says_is_markup
 
 
 def test_scale_and_cancel_ask_first_and_the_page_follows(atoll: Any, visitor: Visitor) -> None:
-    atoll("up", "--name", "acted", "-n", "2", "--min", "1", "--max", "4", "--", "sh", "-c", FOREVER)
+    atoll(
+        "run",
+        "-d",
+        "--name",
+        "acted",
+        "-n",
+        "2",
+        "--min",
+        "1",
+        "--max",
+        "4",
+        "--",
+        "sh",
+        "-c",
+        FOREVER,
+    )
     page = visitor.open("/t/acted", ".facts >> text='2 of 2'")
     page.click("button:has-text('Scale…')")
     page.fill("dialog input", "9")
@@ -94,7 +109,7 @@ def test_scale_and_cancel_ask_first_and_the_page_follows(atoll: Any, visitor: Vi
 
 
 def test_a_running_training_is_deleted_only_by_its_name(atoll: Any, visitor: Visitor) -> None:
-    atoll("up", "--name", "kept", "-n", "1", "--", "sh", "-c", FOREVER)
+    atoll("run", "-d", "--name", "kept", "-n", "1", "--", "sh", "-c", FOREVER)
     page = visitor.open("/t/kept", ".facts >> text='1 of 1'")
     page.click("button:has-text('Delete…')")
     assert page.is_disabled("dialog button.danger")
@@ -107,7 +122,7 @@ def test_a_killed_rank_appears_and_reload_back_and_two_tabs_show_the_same(
     atoll: Any, visitor: Visitor
 ) -> None:
     words = ("--name", "killed", "-n", "2", "--max-restarts", "3")
-    atoll("up", *words, "--", "sh", "-c", f"echo $$ > pid-$RANK; {FOREVER}")
+    atoll("run", "-d", *words, "--", "sh", "-c", f"echo $$ > pid-$RANK; {FOREVER}")
     page = visitor.open("/t/killed", ".facts >> text='2 of 2'")
     other = visitor.tab()
     other.goto(f"{visitor.origin}/?q=killed")
@@ -130,7 +145,7 @@ def test_a_killed_rank_appears_and_reload_back_and_two_tabs_show_the_same(
 def test_a_page_says_that_it_is_stale_and_goes_on_when_the_server_is_back(
     browser: Any, atoll: Any
 ) -> None:
-    atoll("up", "--name", "stays", "-n", "1", "--", "sh", "-c", FOREVER)
+    atoll("run", "-d", "--name", "stays", "-n", "1", "--", "sh", "-c", FOREVER)
     line = Proxy(json.loads((atoll.state / "endpoint.json").read_text())["url"])
     visitor = Visitor(browser, atoll)
     link = urlsplit(visitor.link())
@@ -158,7 +173,7 @@ def test_axe_has_nothing_against_any_page_in_either_theme(
     browser: Any, atoll: Any, width: int
 ) -> None:
     fail(atoll, f"axe-{width}")
-    atoll("up", "--name", f"axe-runs-{width}", "-n", "2", "--", "sh", "-c", FOREVER)
+    atoll("run", "-d", "--name", f"axe-runs-{width}", "-n", "2", "--", "sh", "-c", FOREVER)
     visitor = Visitor(browser, atoll, width=width)
     page = visitor.page
     page.goto(visitor.link().split("#")[0])

@@ -101,7 +101,7 @@ def test_a_cookie_alone_is_of_no_use(door: Door, atoll: Any) -> None:
 
 
 def test_a_form_of_another_page_changes_nothing(door: Door, atoll: Any) -> None:
-    atoll("up", "--name", "target", "-n", "1", "--", "sleep", "600")
+    atoll("run", "-d", "--name", "target", "-n", "1", "--", "sleep", "600")
     for path in ("/v1/trainings/target/cancel", "/v1/trainings/target/scale"):
         answer = door.client.post(path, content="target=0", headers={"Origin": "http://evil.test"})
         assert answer.status_code == 403
@@ -158,7 +158,7 @@ def test_pages_are_served_with_a_strict_policy_and_assets_for_ever(door: Door) -
 def test_another_server_of_this_machine_gets_nothing_from_a_browser_that_is_signed_in(
     atoll: Any,
 ) -> None:
-    atoll("up", "--name", "wanted", "-n", "1", "--max", "3", "--", "sleep", "600")
+    atoll("run", "-d", "--name", "wanted", "-n", "1", "--max", "3", "--", "sleep", "600")
     until(lambda: atoll.json("status", "wanted")["phase"] == "ready")
     stranger = atoll.json("token", "create", "--label", "stranger")["token"]
     with open_browser() as browser, foreign_server() as foreign:
@@ -200,7 +200,7 @@ def test_another_server_of_this_machine_gets_nothing_from_a_browser_that_is_sign
 
 
 def test_who_learns_the_name_and_is_sent_the_cookie_cannot_use_it(atoll: Any) -> None:
-    atoll("up", "--name", "sealed", "-n", "1", "--", "sleep", "600")
+    atoll("run", "-d", "--name", "sealed", "-n", "1", "--", "sleep", "600")
     with open_browser() as browser, foreign_server() as foreign:
         visitor = Visitor(browser, atoll)
         visitor.sign_in()

@@ -4,9 +4,9 @@
 
 FOLDER/codes.json has for each END the exit codes of the processes.
 
-The threads of the gloo groups get the processor only when nobody else wants it. So most of them
-have yet to let go of the last collective when the program has ended, and get to it when Python is
-being taken down.
+For the last collective the threads of the gloo groups get the processor only when nobody else wants
+it. So most of them have yet to let go of it when the program has ended, and get to it when Python
+is being taken down.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ class LastObject:
         time.sleep(1.0)  # the threads run
 
 
-def hold_back(processor: int) -> None:
-    """This process has one processor, and the threads of its groups have what is left of it."""
+def meet_last(diloco: DiLoCo) -> None:
+    """A collective, with the threads of the groups left what others leave of one processor."""
+    processors = sorted(os.sched_getaffinity(0))
+    own = processors[dist.get_rank() % len(processors)]
     for thread in map(int, os.listdir("/proc/self/task")):
-        os.sched_setaffinity(thread, {processor})
+        os.sched_setaffinity(thread, {own})
         if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "pt_gloo_runloop":
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    diloco.global_parameters()
 
 
 def train(process: int, folder: Path, steps: int, **options: Any) -> DiLoCo:
@@ -46,8 +49,6 @@ def train(process: int, folder: Path, steps: int, **options: Any) -> DiLoCo:
     model = torch.nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     diloco = DiLoCo(model, inner, sync_every=2, **options)
-    processors = sorted(os.sched_getaffinity(0))
-    hold_back(processors[process % len(processors)])
     for _ in range(steps):
         model(torch.ones(1, 2)).sum().backward()
         inner.step()
@@ -57,22 +58,22 @@ def train(process: int, folder: Path, steps: int, **options: Any) -> DiLoCo:
 
 def close(diloco: DiLoCo) -> None:
     diloco.close()
-    diloco.global_parameters()
+    meet_last(diloco)
 
 
 def leave_open(diloco: DiLoCo) -> None:
-    diloco.global_parameters()
+    meet_last(diloco)
 
 
 def fail(diloco: DiLoCo) -> None:
     with diloco:
-        diloco.global_parameters()
+        meet_last(diloco)
         raise ValueError("of the program")
 
 
 def leave(diloco: DiLoCo) -> None:
     with diloco:
-        diloco.global_parameters()
+        meet_last(diloco)
         sys.exit(0)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 from atoll.diloco import DiLoCo
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 
 def mesh() -> Any:
@@ -100,7 +100,7 @@ def main(folder: str, process: int) -> None:
             DiLoCo(model, inner, **options).close()
         except Exception as error:
             told = f"{type(error).__name__} {error}"
-        if told != "-" and Blobs.open(uri).find(""):
+        if told != "-" and ObjectStore.open(uri).list(""):
             told = "after the store was written to"
         sys.stdout.write(f"{name} {process} {told.splitlines()[0]}\n")
         sys.stdout.flush()

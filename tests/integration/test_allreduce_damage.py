@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.allreduce.world import SIZE, FaultyBlobs, World, run_threads, tensor
+from tests.allreduce.world import SIZE, FaultyStore, World, run_threads, tensor
 
 from atoll.core.errors import BelowMinimumWorld, DistributedError, Permanent, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 
 def cut(data: bytes) -> bytes:
@@ -37,7 +37,7 @@ def replace(data: bytes) -> bytes:
 DAMAGE = [cut, flip, replace, lambda data: b""]
 
 
-class DamagedBlobs(FaultyBlobs):
+class DamagedStore(FaultyStore):
     """What this replica puts at matching keys arrives damaged."""
 
     def __init__(self, store: Any, part: str, damage: Any, times: int) -> None:
@@ -67,7 +67,7 @@ def test_a_damaged_upload_is_left_out_and_everyone_agrees() -> None:
 
 def leave_out(damage: Any, codec: str) -> None:
     world = World(3, codec=codec)
-    blobs = DamagedBlobs(world.store, "/up/00000001/", damage, 1)
+    blobs = DamagedStore(world.store, "/up/00000001/", damage, 1)
 
     def spoil() -> None:
         with ObjectStoreAllReduce(
@@ -86,7 +86,7 @@ def leave_out(damage: Any, codec: str) -> None:
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_where_everybody_is_needed_a_damaged_upload_is_made_again(codec: str) -> None:
     world = World(2, codec=codec)
-    blobs = DamagedBlobs(world.store, "/up/00000000/", cut, 1)
+    blobs = DamagedStore(world.store, "/up/00000000/", cut, 1)
 
     def spoil() -> None:
         with ObjectStoreAllReduce(
@@ -102,14 +102,14 @@ def test_where_everybody_is_needed_a_damaged_upload_is_made_again(codec: str) ->
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_rubbish_in_the_place_of_a_shard_is_replaced_by_its_owner(damage: Any) -> None:
     world = World(2)
-    Blobs(world.store, "vandal").put("run/sum/00000000.0000/00001", damage(b"x" * 500))
+    ObjectStore(world.store, "vandal").put("run/sum/00000000.0000/00001", damage(b"x" * 500))
     run_threads(*(lambda r=r: world.take_part(r, lambda n: n >= 2, grace_s=5) for r in range(2)))
     world.judge()
 
 
 def test_a_mean_damaged_in_the_store_is_an_error_never_a_value() -> None:
     world = World(2)
-    blobs = DamagedBlobs(world.store, "/sum/", flip, 1)
+    blobs = DamagedStore(world.store, "/sum/", flip, 1)
     failures: list[DistributedError] = []
 
     def owner() -> None:
@@ -128,7 +128,7 @@ def test_a_mean_damaged_in_the_store_is_an_error_never_a_value() -> None:
 
 def test_rubbish_in_the_place_of_a_roster_is_an_error() -> None:
     world = World(1)
-    Blobs(world.store, "vandal").put("run/manifest/00000000.0000", b"rubbish")
+    ObjectStore(world.store, "vandal").put("run/manifest/00000000.0000", b"rubbish")
     with world.replica(0) as replica:
         replica._next = 0
         with pytest.raises(Permanent, match="not a manifest"):
@@ -150,8 +150,8 @@ def test_an_object_of_another_round_copied_into_this_one_is_not_taken_for_good()
     """The same bytes under another name: the fence, not the checksum, must refuse them."""
     world = World(2)
     run_threads(*(lambda r=r: world.take_part(r, lambda n: n >= 0) for r in range(2)))
-    blobs = Blobs(world.store, "vandal")
-    for blob in blobs.find("run/sum/00000000.0000"):
+    blobs = ObjectStore(world.store, "vandal")
+    for blob in blobs.list("run/sum/00000000.0000"):
         blobs.put(blob.key.replace("00000000.", "00000001."), bytes(blobs.get(blob.key)))
     run_threads(
         *(lambda r=r: world.take_part(r, lambda n: n >= 2, first_turn=5, grace_s=5) for r in (0, 1))

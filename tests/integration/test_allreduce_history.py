@@ -8,34 +8,34 @@ import numpy as np
 from obstore.store import MemoryStore
 
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.blobs import Blob, Blobs
+from atoll.objectstore import ObjectInfo, ObjectStore
 
 ROUNDS = 3000
 
 
-class CountedBlobs(Blobs):
+class CountedStore(ObjectStore):
     """Counts what its listings answer."""
 
     listed = 0
 
-    def find(self, prefix: str, after: str | None = None) -> list[Blob]:
-        blobs = super().find(prefix, after)
+    def list(self, prefix: str, after: str | None = None) -> list[ObjectInfo]:
+        blobs = super().list(prefix, after)
         self.listed += len(blobs)
         return blobs
 
 
 def test_a_late_replica_does_not_list_the_whole_history() -> None:
     store: Any = MemoryStore()
-    blobs = CountedBlobs(store, "memory")
+    blobs = CountedStore(store, "memory")
     with ObjectStoreAllReduce(blobs, 0, 1) as first:
         first.go_on_at(ROUNDS)
         first.allreduce([np.ones(4, "f4")])
         for number in range(ROUNDS):
             blobs.put(first.keys.manifest(number, 0), b"")
-    late = CountedBlobs(store, "memory")
+    late = CountedStore(store, "memory")
     with ObjectStoreAllReduce(late, 0, 1) as second:
         second.allreduce([np.ones(4, "f4")])
         assert second.last_round is not None
         assert second.last_round.round == ROUNDS + 1
     assert late.listed < 20
-    assert late.usage.requests < 20
+    assert late.traffic.requests < 20

@@ -12,11 +12,11 @@ import pytest
 import torch
 from obstore.store import MemoryStore
 from tests.allreduce.s3server import S3Server
-from tests.allreduce.world import FaultyBlobs, run_threads
+from tests.allreduce.world import FaultyStore, run_threads
 
 from atoll.core.errors import Permanent, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 ONES = np.ones(4, np.float32)
 
@@ -24,7 +24,7 @@ ONES = np.ones(4, np.float32)
 def pair(store: Any = None, **options: Any) -> tuple[ObjectStoreAllReduce, ObjectStoreAllReduce]:
     store = store or MemoryStore()
     options = {"grace_s": 0.1, "min_replicas": 1, "timeout_s": 20, **options}
-    one, other = (ObjectStoreAllReduce(FaultyBlobs(store), rank, 2, **options) for rank in range(2))
+    one, other = (ObjectStoreAllReduce(FaultyStore(store), rank, 2, **options) for rank in range(2))
     return one, other
 
 
@@ -96,13 +96,13 @@ def test_opposite_infinities_are_nan_for_everyone() -> None:
 
 @pytest.mark.parametrize("at", [0, 3], ids=["in its own share", "in the other's share"])
 def test_what_a_codec_cannot_hold_is_refused_before_anything_is_uploaded(at: int) -> None:
-    blobs = Blobs(MemoryStore(), "store")
+    blobs = ObjectStore(MemoryStore(), "store")
     with ObjectStoreAllReduce(blobs, 0, 2, codec="int8") as replica:
         spoilt = ONES.copy()
         spoilt[at] = np.nan
         with pytest.raises(ValidationError, match=r"tensors\[1\]: nan .*'int8'"):
             replica.allreduce([np.zeros(0, np.float32), spoilt])
-        assert not blobs.find("run/up")
+        assert not blobs.list("run/up")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_a_codec_cannot_hold_is_refused_before_anything_is_uploaded(at: int
     ids=["float64", "torch float64", "meta", "sparse"],
 )
 def test_a_tensor_that_cannot_travel_is_named(tensor: Any, messages: str) -> None:
-    with ObjectStoreAllReduce(Blobs(MemoryStore(), "store"), 0, 1) as replica:
+    with ObjectStoreAllReduce(ObjectStore(MemoryStore(), "store"), 0, 1) as replica:
         with pytest.raises(ValidationError, match=messages):
             replica.allreduce([tensor])
         assert replica.allreduce([ONES])[0].tolist() == ONES.tolist()
@@ -178,8 +178,8 @@ def test_a_bucket_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
         server.use(monkeypatch, "bucket")
         with pytest.raises(Permanent, match="s3://other/run: there is no such bucket"):
             ObjectStoreAllReduce("s3://other/run", 0, 1)
-        blobs = Blobs.open("s3://other/run")
-        asked = (lambda: blobs.find("x"), blobs.folders, lambda: blobs.put("x", b""))
+        blobs = ObjectStore.open("s3://other/run")
+        asked = (lambda: blobs.list("x"), blobs.list_folders, lambda: blobs.put("x", b""))
         for ask in asked:  # at once, not after a minute of trying
             with pytest.raises(Permanent, match="s3://other/run: there is no such bucket"):
                 ask()
@@ -188,7 +188,7 @@ def test_a_bucket_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_checkpoint_holds_all_it_was_given_or_is_refused() -> None:
-    with ObjectStoreAllReduce(Blobs(MemoryStore(), "store"), 0, 1) as replica:
+    with ObjectStoreAllReduce(ObjectStore(MemoryStore(), "store"), 0, 1) as replica:
         weights = {"w": torch.ones(2)}
         for bad in (weights, [weights], "text", None):
             with pytest.raises(ValidationError, match="state"):

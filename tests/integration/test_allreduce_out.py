@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from obstore.store import MemoryStore
-from tests.allreduce.world import FaultyBlobs, Killed, kill_at, run_threads
+from tests.allreduce.world import FaultyStore, Killed, kill_at, run_threads
 
 from atoll import ObjectStoreAllReduce
 from atoll.core.errors import BelowMinimumWorld, DistributedError, ValidationError
@@ -112,7 +112,7 @@ def test_a_second_attempt_brings_the_values_and_not_what_the_first_left(is_share
     points = {0: None, 1: None, 2: kill_at(4, is_after=True)}
 
     def go(rank: int) -> None:
-        blobs = FaultyBlobs(store, points[rank])
+        blobs = FaultyStore(store, points[rank])
         try:
             with ObjectStoreAllReduce(blobs, rank, 3, min_replicas=2, grace_s=1) as replica:
                 tensors = bring(rank, 0)
@@ -171,10 +171,10 @@ def test_a_bad_out_is_named_before_anything_has_happened(
     out: Any, field: str, messages: str
 ) -> None:
     with ObjectStoreAllReduce(f"memory://{uuid.uuid4()}", 0, 2) as replica:
-        before = replica.blobs.usage.requests
+        before = replica.blobs.traffic.requests
         with pytest.raises(ValidationError) as error:
             replica.allreduce(bring(0, 0), out=out)
-        assert replica.blobs.usage.requests == before
+        assert replica.blobs.traffic.requests == before
     assert error.value.field == field
     assert messages in str(error.value)
 
@@ -196,7 +196,7 @@ def test_a_closed_replica_says_so() -> None:
         replica.allreduce([np.ones(3, "f4")])
 
 
-class KindCounter(FaultyBlobs):
+class KindCounter(FaultyStore):
     """Counts what was asked for and was there: looks in vain depend on the time they come at."""
 
     def __init__(self, store: Any) -> None:

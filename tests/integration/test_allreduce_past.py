@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
-from tests.allreduce.world import FaultyBlobs, Killed, World, kill_at, run_threads, seed, stall
+from tests.allreduce.world import FaultyStore, Killed, World, kill_at, run_threads, seed, stall
 
 from atoll.core.errors import Gone
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, keys, past, wire
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.allreduce.sweep import StoreSweep
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 ONES = np.ones(4, np.float32)
 KEYS = Keys("run")
@@ -35,7 +35,7 @@ def manifest(number: int, attempt: int = 0) -> Manifest:
     return Manifest("run", number, attempt, b"layout", members, [0, 1], [], [2], "me", 0.5)
 
 
-def write(blobs: Blobs, *manifests: Manifest) -> None:
+def write(blobs: ObjectStore, *manifests: Manifest) -> None:
     for each in manifests:
         key = KEYS.manifest(each.round, each.attempt)
         blobs.put(key, wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(each)))
@@ -43,30 +43,30 @@ def write(blobs: Blobs, *manifests: Manifest) -> None:
 
 def filled(rounds: int) -> Any:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     write(blobs, *(manifest(number) for number in range(rounds)), manifest(2, 1))
     return store
 
 
 def is_reported(store: Any, first: int = 0) -> list[tuple[int, int, dict[int, float]]]:
-    manifests = past.read_manifests(Blobs(store, "memory"), KEYS, first)
+    manifests = past.read_manifests(ObjectStore(store, "memory"), KEYS, first)
     return [(r.round, r.attempt, r.weights) for r in manifests]
 
 
 def live(store: Any) -> list[str]:
-    return [blob.key for blob in Blobs(store, "memory").find(KEYS.manifests())]
+    return [blob.key for blob in ObjectStore(store, "memory").list(KEYS.manifests())]
 
 
 def test_folded_rosters_are_read_as_before_in_few_objects() -> None:
     store = filled(30)
-    before, blobs = is_reported(store), Blobs(store, "memory")
+    before, blobs = is_reported(store), ObjectStore(store, "memory")
     assert len(before) == 31
     while not past.fold(blobs, KEYS, 22):
         assert is_reported(store) == before
     assert is_reported(store) == before
     assert is_reported(store, 17) == before[18:]
     assert live(store) == [KEYS.manifest(number, 0) for number in range(20, 30)]
-    assert len(blobs.find(KEYS.pasts())) == 5
+    assert len(blobs.list(KEYS.pasts())) == 5
     assert [r.attempt for r in past.read_round(blobs, KEYS, 2)] == [0, 1]
     assert past.read_round(blobs, KEYS, 2)[0].missing == [2]
     assert past.is_past(blobs, KEYS, 19)
@@ -75,7 +75,7 @@ def test_folded_rosters_are_read_as_before_in_few_objects() -> None:
 
 def test_what_a_later_version_adds_to_a_roster_is_kept_in_the_fold() -> None:
     store = filled(8)
-    blobs, key = Blobs(store, "memory"), KEYS.manifest(1, 0)
+    blobs, key = ObjectStore(store, "memory"), KEYS.manifest(1, 0)
     facts = msgspec.to_builtins(manifest(1)) | {"later": {"took": [1, 2]}}
     blobs.put(key, wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(facts)))
     past.fold(blobs, KEYS, 8)
@@ -90,12 +90,12 @@ def test_whoever_folds_may_be_killed_at_any_request(is_after: bool) -> None:
     for point in range(12):
         store = filled(9)
         before = is_reported(store)
-        killed = FaultyBlobs(store, kill_at(point, is_after))
+        killed = FaultyStore(store, kill_at(point, is_after))
         try:
             past.fold(killed, KEYS, 8)
         except Killed:
             assert is_reported(store) == before
-        blobs = Blobs(store, "memory")
+        blobs = ObjectStore(store, "memory")
         while not past.fold(blobs, KEYS, 8):
             pass
         assert is_reported(store) == before
@@ -109,7 +109,7 @@ def test_many_may_fold_at_once() -> None:
 
         def work(who: int, number: int = number, store: Any = store) -> None:
             fault = stall(random.Random(seed(number, who)), 0.3, 0.01)
-            blobs = FaultyBlobs(store, fault)
+            blobs = FaultyStore(store, fault)
             while not past.fold(blobs, KEYS, 12):
                 pass
 
@@ -120,7 +120,7 @@ def test_many_may_fold_at_once() -> None:
 
 def test_a_block_that_is_damaged_is_made_again_while_its_rosters_are_there() -> None:
     store = filled(9)
-    before, blobs = is_reported(store), Blobs(store, "memory")
+    before, blobs = is_reported(store), ObjectStore(store, "memory")
     blobs.put(KEYS.past(0), b"rubbish")
     assert not past.fold(blobs, KEYS, 8)
     assert is_reported(store) == before
@@ -131,13 +131,13 @@ def test_a_block_that_is_damaged_is_made_again_while_its_rosters_are_there() -> 
 
 def test_a_roster_that_cannot_be_read_stays_where_it_is() -> None:
     store = filled(9)
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     blobs.put(KEYS.manifest(1, 0), b"rubbish")
     assert not past.fold(blobs, KEYS, 8)
     assert len(live(store)) == 10
 
 
-def replica(blobs: Blobs, rank: int = 0, size: int = 1, **more: Any) -> ObjectStoreAllReduce:
+def replica(blobs: ObjectStore, rank: int = 0, size: int = 1, **more: Any) -> ObjectStoreAllReduce:
     options: dict[str, Any] = {"min_replicas": 1, "grace_s": 0.1, "keep_rounds": 1, "timeout_s": 60}
     return ObjectStoreAllReduce(blobs, rank, size, **{**options, **more})
 
@@ -150,23 +150,23 @@ def go_on(reduce: ObjectStoreAllReduce, rounds: int) -> None:
 
 def test_a_long_run_keeps_few_objects_and_all_of_its_history() -> None:
     store: Any = MemoryStore()
-    with replica(Blobs(store, "memory")) as reduce:
+    with replica(ObjectStore(store, "memory")) as reduce:
         go_on(reduce, 40)
     assert [number for number, _, _ in is_reported(store)] == list(range(40))
     assert len(live(store)) <= 2 * keys.BLOCK + 3
     # A run without a checkpoint cannot be joined, folded or not.
-    with replica(Blobs(store, "memory")) as late, pytest.raises(Gone):
+    with replica(ObjectStore(store, "memory")) as late, pytest.raises(Gone):
         late.join()
 
 
 def test_rounds_that_a_joiner_needs_are_not_folded() -> None:
     store: Any = MemoryStore()
-    with replica(Blobs(store, "memory")) as reduce:
+    with replica(ObjectStore(store, "memory")) as reduce:
         go_on(reduce, 3)
         reduce.save_checkpoint(b"after 3")
         go_on(reduce, 20)
-        assert not reduce.blobs.find(KEYS.pasts())
-        with replica(Blobs(store, "memory")) as late:
+        assert not reduce.blobs.list(KEYS.pasts())
+        with replica(ObjectStore(store, "memory")) as late:
             state = late.join()
             assert (state.round, len(state.means)) == (23, 20)
         go_on(reduce, 1)
@@ -174,11 +174,11 @@ def test_rounds_that_a_joiner_needs_are_not_folded() -> None:
         reduce.save_checkpoint(b"after 23", 22)
         go_on(reduce, 4)
         assert past.is_past(reduce.blobs, KEYS, 15)
-        with replica(Blobs(store, "memory")) as late:
+        with replica(ObjectStore(store, "memory")) as late:
             assert late.join().round == 28
 
 
-class PausedBlobs(Blobs):
+class PausedStore(ObjectStore):
     """Sleeps before it creates a key that ends with `at`, until it is woken."""
 
     def __init__(self, store: Any, at: str) -> None:
@@ -193,7 +193,7 @@ class PausedBlobs(Blobs):
         return super().create(key, data)
 
 
-def asleep(blobs: PausedBlobs, job: Callable[[], Any]) -> Iterator[Any]:
+def asleep(blobs: PausedStore, job: Callable[[], Any]) -> Iterator[Any]:
     """Starts the job; yields when it sleeps, then what came of it."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(job)
@@ -205,14 +205,14 @@ def asleep(blobs: PausedBlobs, job: Callable[[], Any]) -> Iterator[Any]:
 
 def test_a_replica_that_slept_before_it_decided_a_round_does_not_decide_it_again() -> None:
     store: Any = MemoryStore()
-    blobs = PausedBlobs(store, KEYS.manifest(0, 0))
+    blobs = PausedStore(store, KEYS.manifest(0, 0))
     sleeper = replica(blobs, 0, 2, grace_s=0.01)
 
     def work() -> Any:
         sleeper.allreduce([7 * ONES])
         return sleeper.last_round
 
-    with sleeper, replica(Blobs(store, "memory"), 1, 2, grace_s=0.05) as other:
+    with sleeper, replica(ObjectStore(store, "memory"), 1, 2, grace_s=0.05) as other:
         story = asleep(blobs, work)
         next(story)
         go_on(other, 20)
@@ -230,7 +230,10 @@ def test_a_replica_that_slept_before_it_decided_a_round_does_not_decide_it_again
 
 def test_a_replica_whose_round_is_past_when_it_looks_goes_on_where_the_run_is() -> None:
     store: Any = MemoryStore()
-    with replica(Blobs(store, "memory"), 0, 2) as slow, replica(Blobs(store, "m"), 1, 2) as other:
+    with (
+        replica(ObjectStore(store, "memory"), 0, 2) as slow,
+        replica(ObjectStore(store, "m"), 1, 2) as other,
+    ):
         run_threads(lambda: go_on(slow, 1), lambda: go_on(other, 1))
         go_on(other, 20)
         slow.allreduce([ONES])
@@ -241,8 +244,8 @@ def test_a_replica_whose_round_is_past_when_it_looks_goes_on_where_the_run_is() 
 
 def test_two_that_are_as_late_do_not_make_a_past_round_between_them() -> None:
     store: Any = MemoryStore()
-    slow = [replica(Blobs(store, "memory"), rank, 3) for rank in range(2)]
-    with slow[0], slow[1], replica(Blobs(store, "memory"), 2, 3) as other:
+    slow = [replica(ObjectStore(store, "memory"), rank, 3) for rank in range(2)]
+    with slow[0], slow[1], replica(ObjectStore(store, "memory"), 2, 3) as other:
         run_threads(*(lambda r=r: go_on(r, 1) for r in (*slow, other)))
         go_on(other, 20)
         assert past.is_past(other.blobs, KEYS, 1)
@@ -252,14 +255,14 @@ def test_two_that_are_as_late_do_not_make_a_past_round_between_them() -> None:
 
 def test_an_attempt_that_was_given_up_cannot_be_completed_after_its_round_was_swept() -> None:
     store: Any = MemoryStore()
-    blobs = PausedBlobs(store, "never")
+    blobs = PausedStore(store, "never")
     sleeper = replica(blobs, 0, 2, grace_s=0.3)
 
     def work() -> Any:
         sleeper.allreduce([7 * ONES])
         return sleeper.last_round
 
-    with sleeper, replica(Blobs(store, "memory"), 1, 2, grace_s=0.3) as other:
+    with sleeper, replica(ObjectStore(store, "memory"), 1, 2, grace_s=0.3) as other:
         both = (sleeper, other)
         while not all(r.last_round and len(r.last_round.members) == 2 for r in both):
             run_threads(*(lambda r=r: r.allreduce([ONES]) for r in both))
@@ -272,7 +275,7 @@ def test_an_attempt_that_was_given_up_cannot_be_completed_after_its_round_was_sw
         assert other.last_round is not None
         last = other.last_round.round
         assert other.last_round.members == {1: 1.0}
-        assert not other.blobs.find(KEYS.sums(number + 1, 0)), "the rounds are swept"
+        assert not other.blobs.list(KEYS.sums(number + 1, 0)), "the rounds are swept"
         report = next(story)
         assert report.round == last + 1
         assert report.skipped == list(range(number, last + 1))
@@ -280,11 +283,11 @@ def test_an_attempt_that_was_given_up_cannot_be_completed_after_its_round_was_sw
 
 def test_a_joiner_that_slept_takes_no_round_for_void_because_it_was_folded() -> None:
     store: Any = MemoryStore()
-    with replica(Blobs(store, "memory")) as reduce:
+    with replica(ObjectStore(store, "memory")) as reduce:
         go_on(reduce, 2)
         reduce.save_checkpoint(b"after 2")
         go_on(reduce, 1)
-        joiner = replica(Blobs(store, "memory"))
+        joiner = replica(ObjectStore(store, "memory"))
         with joiner:
             matches = catchup.load(joiner.blobs, KEYS)
             assert matches is not None
@@ -302,12 +305,12 @@ def test_a_joiner_that_slept_takes_no_round_for_void_because_it_was_folded() -> 
 
 def test_a_joiner_that_sleeps_before_it_ends_a_round_takes_its_word_back() -> None:
     store: Any = MemoryStore()
-    with replica(Blobs(store, "memory")) as reduce:
+    with replica(ObjectStore(store, "memory")) as reduce:
         go_on(reduce, 2)
         reduce.save_checkpoint(b"after 2")
         go_on(reduce, 1)
         write(reduce.blobs, manifest(4))  # nobody has decided round 3
-        blobs = PausedBlobs(store, KEYS.manifest(3, 0))
+        blobs = PausedStore(store, KEYS.manifest(3, 0))
         with replica(blobs) as joiner:
             read = lambda: list(joiner.read_since(3))  # noqa: E731
             story = asleep(blobs, lambda: pytest.raises(catchup.Outdated, read))
@@ -325,7 +328,7 @@ def test_a_joiner_that_sleeps_before_it_ends_a_round_takes_its_word_back() -> No
 
 def test_an_attempt_that_was_folded_is_known_to_have_been() -> None:
     store = filled(12)
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     with replica(blobs) as reduce:
         while not past.fold(blobs, KEYS, 8):
             pass
@@ -351,7 +354,7 @@ def random_sleeps(number: int, rounds: int, size: int, chance: float, longest_s:
         assert len(by_rank) == len(set(by_rank))
     numbers = [number for number, _, _ in is_reported(world.store)]
     assert sorted(set(numbers)) == list(range(max(numbers) + 1)), "a round is missing"
-    return len(Blobs(world.store, "memory").find(KEYS.pasts()))
+    return len(ObjectStore(world.store, "memory").list(KEYS.pasts()))
 
 
 def test_replicas_that_sleep_while_rounds_are_folded_stay_in_agreement(

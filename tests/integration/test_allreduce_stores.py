@@ -142,7 +142,7 @@ def test_a_store_that_is_gone_for_a_while_is_waited_for(
                 done.append(float(replica.allreduce([np.array([rank + turn], "f4")])[0][0]))
                 if len(done) == 8:
                     server.has_left = True
-                    threading.Timer(1.0, lambda: setattr(server, "is_gone", False)).start()
+                    threading.Timer(1.0, lambda: setattr(server, "has_left", False)).start()
 
     run_threads(lambda: go(0), lambda: go(1))
     assert sorted(done) == sorted(2 * [turn + 0.5 for turn in range(12)])

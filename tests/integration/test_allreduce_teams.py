@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 from tests.allreduce.teams import ThreadTeam, give, take, thread_team
-from tests.allreduce.world import FaultyBlobs, Killed, kill_at, reduce_row, run_threads
+from tests.allreduce.world import FaultyStore, Killed, kill_at, reduce_row, run_threads
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.share import Share
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 SIZE = 200_003
 ROUNDS = 3
@@ -33,7 +33,7 @@ def run(shape: list[int], codec: str) -> list[bytes]:
     up: dict[tuple[int, int], int] = {}
 
     def go(rank: int, team: ThreadTeam) -> None:
-        blobs = Blobs(store, "memory")
+        blobs = ObjectStore(store, "memory")
         with ObjectStoreAllReduce(
             blobs, rank, len(shape), codec=codec, grace_s=30, team=team
         ) as replica:
@@ -64,7 +64,9 @@ def test_what_one_process_cannot_send_is_an_error_of_all_before_anything_is_uplo
     store, errors = MemoryStore(), []
 
     def go(team: ThreadTeam) -> None:
-        with ObjectStoreAllReduce(Blobs(store, "m"), 0, 2, codec="int8", team=team) as replica:
+        with ObjectStoreAllReduce(
+            ObjectStore(store, "m"), 0, 2, codec="int8", team=team
+        ) as replica:
             layout = replica.describe([np.empty(SIZE, "f4")])
             row = take(replica, layout, value(0, 0))
             if team.process:
@@ -75,7 +77,7 @@ def test_what_one_process_cannot_send_is_an_error_of_all_before_anything_is_uplo
 
     run_threads(*(lambda team=team: go(team) for team in thread_team(2)))
     assert len(errors) == 2
-    assert not Blobs(store, "m").find("run/up")
+    assert not ObjectStore(store, "m").find("run/up")
 
 
 def killed_run(seed: int, rounds: int) -> int:
@@ -99,7 +101,7 @@ def killed_run(seed: int, rounds: int) -> int:
                 assert part.tobytes() == row[at : at + stop - start].tobytes(), number
                 at += stop - start
 
-    def go(rank: int, team: ThreadTeam, blobs: Blobs) -> None:
+    def go(rank: int, team: ThreadTeam, blobs: ObjectStore) -> None:
         try:
             replica = ObjectStoreAllReduce(
                 blobs, rank, 3, grace_s=0.3, timeout_s=60, min_replicas=1, team=team
@@ -132,13 +134,13 @@ def killed_run(seed: int, rounds: int) -> int:
             ]
             run_threads(
                 *(
-                    partial(go, rank, team, FaultyBlobs(store, fault))
+                    partial(go, rank, team, FaultyStore(store, fault))
                     for team, fault in zip(teams, faults, strict=True)
                 )
             )
 
     run_threads(
-        lambda: go(0, thread_team(1)[0], FaultyBlobs(store)),
+        lambda: go(0, thread_team(1)[0], FaultyStore(store)),
         lambda: lives(1, 2),
         lambda: lives(2, 3),
     )

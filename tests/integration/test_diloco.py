@@ -18,7 +18,7 @@ from tests.support.forked import Forked
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, RoundReport
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 torch.set_num_threads(1)
 SCRIPT = Path(__file__).with_name("diloco_replica.py")
@@ -149,7 +149,7 @@ def test_rounding_of_bf16_parameters_is_not_a_movement() -> None:
     assert same_bits(before, loop.global_parameters())
 
 
-class Gate(Blobs):
+class Gate(ObjectStore):
     """A store that lets no upload through before the gate is open."""
 
     reached: threading.Event
@@ -287,10 +287,10 @@ def test_a_replica_that_fails_is_not_waited_for_in_any_fragment(
         DiLoCo(model, inner, rank=0, run_id="r", **options),
     ):
         _ = 1 / 0
-    marks = [blob.key for blob in Blobs.open(uri).find("") if "/left/" in blob.key]
+    marks = [blob.key for blob in ObjectStore.open(uri).list("") if "/left/" in blob.key]
     assert marks == [f"r.{at}-of-2/up/left/launch/00000.failed" for at in (0, 1)]
     DiLoCo(model, inner, rank=0, run_id="r", **options)
-    assert not [blob.key for blob in Blobs.open(uri).find("") if "/left/" in blob.key]
+    assert not [blob.key for blob in ObjectStore.open(uri).list("") if "/left/" in blob.key]
 
 
 def start(store: Path, rank: int, *messages: object) -> Forked:

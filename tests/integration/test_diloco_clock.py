@@ -19,13 +19,13 @@ from torch.optim.lr_scheduler import (
 
 from atoll.core.errors import BelowMinimumWorld, ValidationError
 from atoll.diloco import DiLoCo
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 torch.set_num_threads(1)
 
 
-def store() -> Blobs:
-    return Blobs.open(f"memory://{uuid.uuid4().hex}")
+def store() -> ObjectStore:
+    return ObjectStore.open(f"memory://{uuid.uuid4().hex}")
 
 
 class Replica:

@@ -23,16 +23,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo
 from atoll.diloco.allreduce.catchup import latest
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.data import ranges
 from atoll.diloco.data.permutation import indexes
+from atoll.objectstore import ObjectStore
 
 torch.set_num_threads(1)
 SCRIPT = Path(__file__).with_name("data_replica.py")
 
 
-def store() -> Blobs:
-    return Blobs.open(f"memory://{uuid.uuid4().hex}")
+def store() -> ObjectStore:
+    return ObjectStore.open(f"memory://{uuid.uuid4().hex}")
 
 
 def outer(uri: Any, rank: int, size: int, **options: Any) -> tuple[Any, Any, DiLoCo]:

@@ -28,9 +28,9 @@ def test_the_report_tells_of_rounds_whose_rosters_were_folded(
             inner.step()
             inner.zero_grad()
     first = "run" if fragments == 1 else "run.0-of-2"
-    blocks = blobs.find(f"{first}/past")
+    blocks = blobs.list(f"{first}/past")
     assert len(blocks) >= 2
-    oldest = min(blob.key for blob in blobs.find(f"{first}/manifest"))
+    oldest = min(blob.key for blob in blobs.list(f"{first}/manifest"))
     assert oldest > f"{first}/manifest/00000004"
 
     model, inner, again = outer(

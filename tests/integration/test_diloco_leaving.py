@@ -15,8 +15,8 @@ from tests.support.forked import Forked
 
 from atoll.diloco import DiLoCo, RoundReport
 from atoll.diloco.allreduce.keys import COMPLETE, UploadName, parse_upload
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.data import ranges
+from atoll.objectstore import ObjectStore
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).with_name("leaving_replica.py")
@@ -76,7 +76,7 @@ def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
     assert manifests == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
     for messages in ("goes on without", "given up", "waiting for ranks"):
         assert messages not in errors
-    marks = [blob.key for blob in Blobs.open(uri).find("run/up") if "/left/" in blob.key]
+    marks = [blob.key for blob in ObjectStore.open(uri).list("run/up") if "/left/" in blob.key]
     assert any(key.endswith("00000.left") for key in marks), marks
 
 
@@ -129,7 +129,7 @@ def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
 ) -> None:
     model = torch.nn.Linear(40, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    store = Blobs.open(tmp_path.as_uri())
+    store = ObjectStore.open(tmp_path.as_uri())
 
     def uploads() -> list[UploadName]:
         names = [parse_upload(blob.key, blob.size) for blob in store.find("run/up")]
@@ -201,7 +201,7 @@ def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Path) -> None:
-    store = Blobs.open(tmp_path.as_uri())
+    store = ObjectStore.open(tmp_path.as_uri())
     store.put("run/up/left/launch/00001.failed", b"failed")
 
     def replica(rank: int) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from obstore.store import MemoryStore
-from tests.allreduce.world import FaultyBlobs
+from tests.allreduce.world import FaultyStore
 
 from atoll.core.errors import Temporary, ValidationError
 from atoll.diloco import DiLoCo, saved
 from atoll.diloco.allreduce import catchup
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 
 def net(seed: int = 0) -> torch.nn.Linear:
@@ -75,7 +75,7 @@ class Replica:
     """One of two, driven step by step; each step ends a round."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.blobs = FaultyBlobs(store, patience_s=0.0)
+        self.blobs = FaultyStore(store, patience_s=0.0)
         self.model = net()
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loop = DiLoCo(
@@ -150,11 +150,11 @@ def test_a_run_begun_from_a_state_can_be_joined_before_its_first_checkpoint() ->
     with loop:
         train(model, inner, 15)
         state = loop.state_dict()
-    blobs = Blobs(MemoryStore(), "store")
+    blobs = ObjectStore(MemoryStore(), "store")
     model, inner, loop = alone(state, uri=blobs, sync_every=1)
     with loop:
         train(model, inner, 6)
-        assert not blobs.find("run/checkpoint")
+        assert not blobs.list("run/checkpoint")
         late, _, joined = alone(None, uri=blobs, sync_every=1)
         with joined:
             assert joined.round == loop.round == 9

@@ -18,7 +18,7 @@ from tests.support.forked import run_forked
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, loop
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 GROUPS = Path(__file__).parent / "refused_groups.py"
 # For each case, what every process is told.
@@ -82,7 +82,7 @@ def test_replicas_of_one_run_have_the_same_parameters_in_one_order(
         with pytest.raises(ValidationError, match=f"^model: .*{messages}.*run_id 'run' is in use"):
             open_with(other, where, rank=1)
         assert first.round == 0
-    assert not Blobs.open(where).find("run/up")
+    assert not ObjectStore.open(where).list("run/up")
 
 
 def test_a_run_id_that_another_all_reduce_uses_is_refused() -> None:
@@ -180,4 +180,4 @@ def test_another_cut_than_the_others_have_is_named_and_no_round_is_made(
     run_threads(lambda: train(0), lambda: train(1, **changes))
     assert len(is_reported) == 2
     assert all(re.search(messages, each) for each in is_reported), is_reported
-    assert not Blobs.open(where).find("run/sum")
+    assert not ObjectStore.open(where).list("run/sum")

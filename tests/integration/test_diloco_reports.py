@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from atoll.core.rounds import KeptRound, RoundWord, items_of, with_seen, with_word
+from atoll.core.rounds import ReportedRound, StoredRound, items_of, with_observed, with_report
 from atoll.diloco import DiLoCo, facts
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 from atoll.rounds.manifests import RunReader
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,11 +32,11 @@ def train(uri: str, rank: int, world: int, rounds: int, **options: Any) -> None:
 
 
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[RoundWord]:
-    heard: list[RoundWord] = []
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[ReportedRound]:
+    heard: list[ReportedRound] = []
 
     def hear(message: Any) -> None:
-        heard.append(msgspec.convert(message, RoundWord))
+        heard.append(msgspec.convert(message, ReportedRound))
 
     monkeypatch.setattr(facts, "report_round", hear)
     return heard
@@ -44,7 +44,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[RoundWord]:
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_what_replicas_tell_equals_the_manifests(
-    tmp_path: Path, messages: list[RoundWord], fragments: int
+    tmp_path: Path, messages: list[ReportedRound], fragments: int
 ) -> None:
     uri = tmp_path.as_uri()
     options = {"run_id": "told", "fragments": fragments}
@@ -55,13 +55,13 @@ def test_what_replicas_tell_equals_the_manifests(
         thread.start()
     for thread in threads:
         thread.join()
-    retained: dict[tuple[int, int], KeptRound] = {}
+    retained: dict[tuple[int, int], StoredRound] = {}
     for message in messages:
         key = message.fragment, message.round
-        retained[key] = with_word(retained.get(key, KeptRound()), message)
+        retained[key] = with_report(retained.get(key, StoredRound()), message)
     assert len(retained) == 3 * fragments
-    blobs = Blobs.open(uri)
-    for folder in blobs.folders():
+    blobs = ObjectStore.open(uri)
+    for folder in blobs.list_folders():
         for known in RunReader(blobs, folder).look().rounds:
             key = known.fragment, known.round
             is_reported = retained[key].is_reported
@@ -69,15 +69,15 @@ def test_what_replicas_tell_equals_the_manifests(
             assert msgspec.structs.replace(is_reported, at=known.at) == msgspec.structs.replace(
                 known, sizes=[], late=[]
             )
-            assert not with_seen(retained[key], known).differs
-            (item,) = items_of([with_seen(retained[key], known)], has_costs=True)
+            assert not with_observed(retained[key], known).differs
+            (item,) = items_of([with_observed(retained[key], known)], has_costs=True)
             assert item.tokens == 20 if fragments == 1 else item.tokens >= 0
             assert [cost.rank for cost in item.costs or ()] == [0, 1]
             assert item.bits_per_parameter
             assert item.blocked_s
 
 
-def test_a_replica_alone_tells_its_rounds_too(messages: list[RoundWord]) -> None:
+def test_a_replica_alone_tells_its_rounds_too(messages: list[ReportedRound]) -> None:
     train("", 0, 1, 3)
     assert [message.round for message in messages] == [0, 1, 2]
     assert all(message.facts is not None and message.facts.members == [0] for message in messages)

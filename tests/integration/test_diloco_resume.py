@@ -15,7 +15,7 @@ from tests.integration.test_diloco import world
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 torch.set_num_threads(1)
 KINDS: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_a_copy_of_another_optimiser_is_left_alone_and_told(tmp_path: Path) -> N
 
 def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     life(str(tmp_path), 10)
-    store = Blobs.open(str(tmp_path))
+    store = ObjectStore.open(str(tmp_path))
     keys = [blob.key for blob in store.find("exp/inner")]
     assert len(keys) == 2
     store.put(keys[-1], bytes(store.get(keys[-1])[:-9]))
@@ -123,7 +123,7 @@ def test_copies_are_few(tmp_path: Path) -> None:
     ) as diloco:
         diloco.checkpoint(inner=True)
         train(model, inner, 12)
-        copies = Blobs.open(str(tmp_path)).find("run/inner")
+        copies = ObjectStore.open(str(tmp_path)).find("run/inner")
         assert len(copies) == 2
     assert "00000006.000000000012" in copies[-1].key
 
@@ -173,13 +173,13 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
                 diloco.checkpoint(inner=True, extras=extras)  # type: ignore[arg-type]
         with pytest.raises(ValidationError, match="extras.*inner=True"):
             diloco.checkpoint(extras={"a": 1})
-    assert Blobs.open(str(tmp_path)).find("run/inner") == []
+    assert ObjectStore.open(str(tmp_path)).find("run/inner") == []
 
 
 def test_a_checkpoint_at_any_time_is_one_of_the_last_round(tmp_path: Path) -> None:
     model = net()
     inner = KINDS["adamw"](model.parameters())
-    store = Blobs.open(str(tmp_path))
+    store = ObjectStore.open(str(tmp_path))
     with DiLoCo(model, inner, sync_every=5, uri=str(tmp_path), rank=0, world_size=1) as diloco:
         train(model, inner, 17)
         assert [each.key for each in store.find("run/checkpoint")] == ["run/checkpoint/00000001"]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Any
 
 import pytest
 
 from atoll.backends.kubernetes import diagnosis
-from atoll.backends.kubernetes.diagnosis import Hosts
+from atoll.backends.kubernetes.diagnosis import NodeProbes
+from atoll.backends.kubernetes.pod import Pod
 
 KEY = ("team", "tiny")
 
 
-def pod_at(address: str) -> dict[str, Any]:
+def pod_at(address: str) -> Pod:
     running = {"name": "rank", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
-    return {
-        "metadata": {"name": "p", "annotations": {}},
-        "status": {"hostIP": address, "containerStatuses": [running]},
-    }
+    status = {"hostIP": address, "containerStatuses": [running]}
+    return Pod({"metadata": {"name": "p", "annotations": {}}, "status": status})
 
 
 def fill(address: tuple[str, int]) -> list[socket.socket]:
@@ -45,7 +43,7 @@ async def _stops_and_answers_again() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=0)
     listener.setblocking(False)
     loop = asyncio.get_running_loop()
-    hosts = Hosts(listener.getsockname()[1], told.put_nowait)
+    hosts = NodeProbes(listener.getsockname()[1], told.put_nowait)
     with listener, contextlib.ExitStack() as closing:
         pods = [pod_at("127.0.0.1")]
         assert not hosts.follow(KEY, pods)
@@ -72,7 +70,7 @@ def test_a_machine_whose_kubelet_is_away_is_not_silent(monkeypatch: pytest.Monke
         told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         with socket.create_server(("127.0.0.1", 0)) as closed_soon:
             address = closed_soon.getsockname()
-        hosts = Hosts(address[1], told.put_nowait)
+        hosts = NodeProbes(address[1], told.put_nowait)
         hosts.follow(KEY, [pod_at("127.0.0.1")])  # refused, again and again
         with socket.create_server(address) as listener:
             listener.setblocking(False)

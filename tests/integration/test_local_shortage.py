@@ -27,7 +27,7 @@ SHORT_STARTS = 7  # more than a supervisor that keeps dying is given
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses are as many as they are, and short."""
     monkeypatch.setattr(supervisor_client, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(supervisor_client, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(supervisor_client, "MAX_PAUSE_S", 0.2)
 
 
 def waits_for(text: str) -> Any:

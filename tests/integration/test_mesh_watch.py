@@ -14,7 +14,7 @@ from atoll.core.mesh import MeshState
 from atoll.core.model import decode
 from atoll.mesh import fabric
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import FABRIC_DIR, HostRoster, MeshVerdict, ReachReport, agent_name
+from atoll.mesh.reach import FABRIC_DIR, Membership, MeshVerdict, ReachReport, agent_name
 from atoll.mesh.watch import MeshWatch
 
 
@@ -72,10 +72,10 @@ async def until_reported(keys: EtcdKeys, names: list[str]) -> None:
     async with asyncio.timeout(20):
         while True:
             found, index = await keys.list(FABRIC_DIR)
-            roster = decode(found[f"{FABRIC_DIR}/roster"], HostRoster)
+            membership = decode(found[f"{FABRIC_DIR}/membership"], Membership)
             told = [decode(found[f"{FABRIC_DIR}/reports/{name}"], ReachReport) for name in names]
-            is_whole = all(r.roster == roster.version and not r.unreached for r in told)
-            if is_whole and set(roster.addresses) == set(names):
+            is_whole = all(r.membership == membership.version and not r.unreached for r in told)
+            if is_whole and set(membership.addresses) == set(names):
                 return
             await keys.next_change(FABRIC_DIR, index)
 
@@ -145,7 +145,7 @@ def test_rubbish_under_its_keys_is_passed_over(server: EtcdServer) -> None:
     async def scene() -> None:
         async with EtcdKeys(server.endpoint) as keys:
             heard = Heard()
-            for key in ("hosts/a", "roster", "reports/a", "hosts/zzz", "other"):
+            for key in ("hosts/a", "membership", "reports/a", "hosts/zzz", "other"):
                 await keys.put(f"atoll/fabric/{key}", "<html>")
             watch = MeshWatch(keys, heard.tell)
             async with running(watch.run(["a", "b"]), *agents(server, "a", "b")):

@@ -282,7 +282,7 @@ def test_what_a_rank_prints_never_runs_code_here(
         "for kind in ('json', 'msgpack', 'pickle'):\n"
         "    write_result(os.environ['ATOLL_RESULT'], Result(kind, payload))\n"
     )
-    executor.allow_pickle = True
+    executor._allow_pickle = True
     handles = executor.launch_replicas(1, script(tmp_path, text))
     (report,) = executor.collect(handles, timeout=60)
     assert (report["status"], report["result"]) == ("succeeded", None)
@@ -423,7 +423,7 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
             await super().apply(training, desired)
 
     class Library(LocalProcessExecutor):
-        def make_executor(self) -> Executor:
+        def _make_backend(self) -> Executor:
             return Refusing(self._root / "gangs")
 
     with Library() as executor:
@@ -447,7 +447,7 @@ def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:
             return await super().observe(training)
 
     class Library(LocalProcessExecutor):
-        def make_executor(self) -> Executor:
+        def _make_backend(self) -> Executor:
             return Counting(self._root / "gangs")
 
     with Library() as executor:

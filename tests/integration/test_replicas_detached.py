@@ -220,7 +220,7 @@ def test_functions_and_concurrent_scripts(tmp_path: Path, state: Path) -> None:
     assert [path.name for path in state.iterdir()] == [two[0].metadata["uid"]]
     # Long after the end, the next launch forgets it.
     record = state / two[0].metadata["uid"] / "training.json"
-    second.wait_until_recorded(two[0].metadata["job_name"])
+    second._wait_until_recorded(two[0].metadata["job_name"])
     document = json.loads(record.read_bytes())
     document["status"]["endedAt"] = time.time() - 8 * 86_400
     record.write_text(json.dumps(document))

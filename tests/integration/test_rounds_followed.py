@@ -8,12 +8,12 @@ import threading
 import pytest
 from tests.allreduce.world import World, kill_at, run_threads, seed
 
-from atoll.core.rounds import KeptRound, with_seen
+from atoll.core.rounds import StoredRound, with_observed
 from atoll.diloco.allreduce import keys
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.past import read_manifests
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 from atoll.rounds.manifests import RunReader
 
 SIZE = 3
@@ -23,7 +23,7 @@ def follow(rounds: int, number: int) -> None:
     """`rounds` rounds of three replicas, each killed at some request and started again."""
     world = World(SIZE)
     is_over = threading.Event()
-    retained: dict[int, KeptRound] = {}
+    retained: dict[int, StoredRound] = {}
 
     def live(rank: int) -> None:
         chance, is_done = random.Random(seed(number, rank)), False
@@ -42,16 +42,18 @@ def follow(rounds: int, number: int) -> None:
         while not is_all:
             matches = reader.look()
             for facts in matches.rounds:
-                retained[facts.round] = with_seen(retained.get(facts.round, KeptRound()), facts)
+                retained[facts.round] = with_observed(
+                    retained.get(facts.round, StoredRound()), facts
+                )
             is_all = matches.is_all
 
     def watch() -> None:
         chance = random.Random(number)
-        reader = RunReader(Blobs(world.store, "reader"), "run")
+        reader = RunReader(ObjectStore(world.store, "reader"), "run")
         while not is_over.wait(chance.random() / 5):
             check(reader)
             if chance.random() < 0.1:  # the control plane is killed
-                reader = RunReader(Blobs(world.store, "reader"), "run", reader.following)
+                reader = RunReader(ObjectStore(world.store, "reader"), "run", reader.following)
         check(reader)
 
     watching = threading.Thread(target=watch)
@@ -61,14 +63,16 @@ def follow(rounds: int, number: int) -> None:
     finally:
         is_over.set()
         watching.join()
-    truth = {each.round: each for each in read_manifests(Blobs(world.store, "judge"), Keys("run"))}
+    truth = {
+        each.round: each for each in read_manifests(ObjectStore(world.store, "judge"), Keys("run"))
+    }
     assert len(truth) > rounds
     assert sorted(retained) == sorted(truth)
     for at, manifest in truth.items():
         assert shown(retained[at]) == stored(manifest)
 
 
-def shown(retained: KeptRound) -> tuple[object, ...]:
+def shown(retained: StoredRound) -> tuple[object, ...]:
     facts = retained.facts
     assert facts is not None
     weights = dict(zip(facts.members, facts.weights, strict=True))

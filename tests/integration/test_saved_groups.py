@@ -15,7 +15,7 @@ from tests.support.forked import run_forked
 
 from atoll.core.errors import NotFound
 from atoll.diloco import DiLoCo, StoreReader, StoreWriter
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 SCRIPT = Path(__file__).with_name("saved_world.py")
 pytestmark = [
@@ -83,7 +83,7 @@ def test_any_store_takes_checkpoints_of_torch(monkeypatch: pytest.MonkeyPatch) -
     state = {"model": model.state_dict(), "inner": inner.state_dict(), "step": 7, "words": "x"}
     for _ in range(2):  # the second one replaces the first
         dcp.save(state, storage_writer=StoreWriter(uri), no_dist=True)
-    objects = [blob.key for blob in Blobs.open(uri).find("")]
+    objects = [blob.key for blob in ObjectStore.open(uri).list("")]
     assert len({key.partition("/")[0] for key in objects}) == 2  # the metadata, and one process
     assert len(objects) > 4
 

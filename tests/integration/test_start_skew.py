@@ -17,7 +17,7 @@ from atoll import LocalProcessExecutor
 from atoll.core.errors import BelowMinimumWorld, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce, pace, settle
 from atoll.diloco.allreduce.start import read_start
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 GRACE_S = 0.15
 WORLD = 4
@@ -47,7 +47,7 @@ class Run:
         self.errors: dict[int, BaseException] = {}
 
     def open(self, rank: int, **options: float) -> ObjectStoreAllReduce:
-        blobs = Blobs(self.store, "memory")
+        blobs = ObjectStore(self.store, "memory")
         return ObjectStoreAllReduce(
             blobs, rank, self.world, **({"timeout_s": self.timeout} | options)
         )  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_with_a_grace_of_the_caller_no_run_is_split_in_silence(
     chance, run = random.Random(seed), Run(timeout=2)
     late = [chance.uniform(0, 4 * GRACE_S) for _ in range(WORLD)]
     run_threads(*(run.replica(rank, late_s, grace_s=GRACE_S) for rank, late_s in enumerate(late)))
-    manifest = read_manifest(Blobs(run.store, "memory"), 0, 0, run="abc")
+    manifest = read_manifest(ObjectStore(run.store, "memory"), 0, 0, run="abc")
     members = {member.rank for member in manifest.members}
     assert len(members) > WORLD / 2
     assert {*members, *manifest.missing} == set(range(WORLD))
@@ -231,7 +231,7 @@ def test_runs_that_begin_as_one_wait_once(monkeypatch: pytest.MonkeyPatch) -> No
     start, run = read_start(3, 2, None, None), Run(3, timeout=0.4)
 
     def two_fragments(rank: int) -> None:
-        blobs = Blobs(run.store, "memory")
+        blobs = ObjectStore(run.store, "memory")
         parts = [
             ObjectStoreAllReduce(blobs, rank, 3, run_id=name, timeout_s=timeout, start=start)
             for name, timeout in (("a", 0.4), ("b", 100))

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import ObjectStoreManager
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.torchft_manager import check_handed
+from atoll.objectstore import ObjectStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -220,7 +220,7 @@ def test_a_replica_that_comes_later_ends_with_the_same_bits() -> None:
         replica("leaves", 1, 3, lambda step: None)
         replica("comes", 1, 10, lambda step: None)
 
-    store = Blobs.open(uri)
+    store = ObjectStore.open(uri)
     errors = side_by_side(lambda: replica("stays", 0, 10, wait_for_the_other), comes_later)
     assert errors == []
     assert all(map(torch.equal, done["stays"], done["comes"]))

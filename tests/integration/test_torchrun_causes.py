@@ -12,7 +12,7 @@ from tests.support.control_plane import ControlPlane
 
 from atoll.agent import process
 from atoll.core.describe import describe_end
-from atoll.core.exceptions import exception_in
+from atoll.core.ranks import exception_in
 
 pytest.importorskip("torch")
 

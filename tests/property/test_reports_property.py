@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from atoll.backends.metrics_token import token_for
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
+from atoll.server.http.auth import hash_token
 from atoll.store.memory import MemoryStore
 from atoll.store.tokens import SQLiteTokens
 
@@ -89,7 +89,7 @@ class Reading:
 
     async def _open(self) -> httpx2.AsyncClient:
         store, tokens = MemoryStore(), SQLiteTokens(self.where / "db")
-        await tokens.add(hashed("owner"), "n", "owner", 0.0)
+        await tokens.add(hash_token("owner"), "n", "owner", 0.0)
         spec = TrainingSpec(
             name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1)
         )
@@ -98,7 +98,7 @@ class Reading:
             store=store,
             tokens=tokens,
             executors={},
-            series=SeriesKeeper(self.where / "series.db"),
+            series=MetricStore(self.where / "series.db"),
             report_key=KEY,
         )
         await self.stack.enter_async_context(app.lifespan_context(app))
@@ -167,9 +167,9 @@ def test_numbers_that_cannot_be_kept_are_refused_or_counted(
 
 
 def test_a_point_that_is_left_out_is_counted_and_the_others_are_kept(tmp_path: Path) -> None:
-    keeper = SeriesKeeper(tmp_path / "series.db")
+    metric_store = MetricStore(tmp_path / "series.db")
     points = [["nan", 1, 0.5], [1.0, 2, 0.25], [1.0, 3, "nan"]]
-    keeper.take("u", [body(figures={"loss": points})])
-    assert keeper.skipped("u") == 1
-    (one,) = keeper.series("u")
+    metric_store.take("u", [body(figures={"loss": points})])
+    assert metric_store.skipped("u") == 1
+    (one,) = metric_store.series("u")
     assert [list(column) for column in one.series.columns][0] == [1.0, 1.0]

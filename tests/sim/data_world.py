@@ -216,7 +216,7 @@ class DataWorld:
 
 
 class Replica:
-    """One process, as docs/decisions/022 says that it behaves."""
+    """One process, as docs/decisions/020 says that it behaves."""
 
     def __init__(self, world: DataWorld, rank: int) -> None:
         self.sea, self.rank, self.id = world, rank, world.fresh_id()

@@ -11,7 +11,7 @@ import msgspec
 from atoll.controller.reconcile import Reconciler
 from atoll.core.clock import Clock, ClockMark
 from atoll.core.errors import Conflict, NotFound, Temporary
-from atoll.core.executors import absence
+from atoll.core.executors import executor_problem
 from atoll.core.phase import EDGES, Phase
 from atoll.core.plan import STALE_S
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -80,7 +80,7 @@ class Schedule:
             spec.max_restarts,
             fail_chance=self.random.choice([0.0, 0.1, 0.6]),
             has_gate=self.random.random() < 0.5,
-            is_exit_held=self.random.random() < 0.5,
+            has_exit_finalizer=self.random.random() < 0.5,
         )
         self._exits: set[tuple[int, int]] = set()  # that were ever stored
         training = Training(namespace="sim", uid=f"uid-{seed}", spec=spec, created_at=self.wall)
@@ -312,7 +312,7 @@ class Schedule:
     def _check_verdict(self, training: Training) -> None:
         status, runs = training.status, self.machine.runs
         last = {run.rank: run for run in runs}
-        if self.machine.is_exit_held:
+        if self.machine.has_exit_finalizer:
             kept = {(run.rank, run.attempt) for run in runs if not run.is_forgotten}
             assert kept <= self._exits, "an exit was lost"
         recorded = {e.rank: e for e in status.rank_exits}
@@ -347,7 +347,7 @@ class Schedule:
         training = self._seen_last
         status = training.status
         assert status.observed_generation == training.generation
-        assert not absence(training), "it answers, and the status says that it does not"
+        assert not executor_problem(training), "it answers, and the status says that it does not"
         if status.phase.is_terminal:
             assert status.is_released
             assert training.deletion_requested_at is None

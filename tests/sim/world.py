@@ -91,7 +91,7 @@ class Machine:
     openings: list[float] = field(default_factory=list)
     gate_opened_at: float | None = None
     wipes: int = 0
-    is_exit_held: bool = False
+    has_exit_finalizer: bool = False
     gone: set[tuple[int, int]] = field(default_factory=set)  # exits that were let go
     is_touched: bool = False
 
@@ -189,7 +189,11 @@ class Machine:
             return
         for due in records.due(self.facts, self.spec_restarts):
             last = self.facts.current(due.rank)
-            if not self.is_exit_held or last is None or (last.rank, last.attempt) in self.gone:
+            if (
+                not self.has_exit_finalizer
+                or last is None
+                or (last.rank, last.attempt) in self.gone
+            ):
                 yield due
 
     def next_time(self, now: float) -> float | None:
@@ -247,7 +251,7 @@ class Machine:
     def show(self) -> Observation:
         currents = [self.facts.current(rank) for rank in self.facts.ranks]
         shown = [a for a in currents if a is not None and (a.rank, a.attempt) not in self.gone]
-        ended = [a for a in shown if a.exit is not None and self.is_exit_held]
+        ended = [a for a in shown if a.exit is not None and self.has_exit_finalizer]
         return Observation(
             ranks=[_seen(self.facts, a) for a in shown],
             desired=desired_of(self.facts),

@@ -14,8 +14,8 @@ import pytest
 
 from atoll.controller.informer import Informer
 from atoll.metrics.collect import Collector
-from atoll.metrics.store import SeriesKeeper
-from atoll.rounds.follow import figures_of
+from atoll.metrics.store import MetricStore
+from atoll.rounds.follow import metrics_uri_of
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm
 
@@ -30,16 +30,18 @@ while [ ! -e {folder}/end ]; do echo on; sleep 0.5; done
 """
 
 
-def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, SeriesKeeper], Any]) -> None:
+def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, MetricStore], Any]) -> None:
     """The test beside a controller that hears of what ranks report."""
 
     async def story() -> None:
-        lab, keeper = Lab(cluster, folder), SeriesKeeper(folder / "series.db")
-        collector = Collector(keeper, figures_of({"slurm": lab.executor}))
+        lab, metric_store = Lab(cluster, folder), MetricStore(folder / "series.db")
+        collector = Collector(metric_store, metrics_uri_of({"slurm": lab.executor}))
         informer = Informer(lab.store)
         reading = asyncio.gather(informer.run(), collector.run(informer))
         try:
-            await lab.play(lambda _: body(lab, keeper), quiet_s=keeper.stillness.quiet_s)
+            await lab.play(
+                lambda _: body(lab, metric_store), idle_s=metric_store.idle_tracker.idle_s
+            )
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -55,16 +57,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_ranks_report_and_are_measured(cluster: SlurmCluster, tmp_path: Path) -> None:
-    async def body(lab: Lab, keeper: SeriesKeeper) -> None:
+    async def body(lab: Lab, metric_store: MetricStore) -> None:
         script = f"PYTHONPATH={SOURCES} {sys.executable} -c '{REPORT}'; sleep 1"
         training = await lab.create(lab.spec(script, ranks=2))
         over = await lab.until_over(training)
         assert over.status.phase == "succeeded", over.status
-        await until(lambda: keeper.is_finished(training.uid))
-        lengths = {one.rank: len(one.series) for one in keeper.series(training.uid, ["loss"])}
+        await until(lambda: metric_store.is_finished(training.uid))
+        lengths = {one.rank: len(one.series) for one in metric_store.series(training.uid, ["loss"])}
         assert lengths == {0: 20, 1: 20}
-        assert "machine/memory" in {one.name for one in keeper.series(training.uid)}
-        assert keeper.missed(training.uid) == 0
+        assert "machine/memory" in {one.name for one in metric_store.series(training.uid)}
+        assert metric_store.missed(training.uid) == 0
 
     play(cluster, tmp_path, body)
 
@@ -72,7 +74,7 @@ def test_ranks_report_and_are_measured(cluster: SlurmCluster, tmp_path: Path) ->
 def test_a_rank_that_does_not_move_is_told_of_until_it_does(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    async def body(lab: Lab, keeper: SeriesKeeper) -> None:
+    async def body(lab: Lab, metric_store: MetricStore) -> None:
         os.mkfifo(tmp_path / "pipe")
         training = await lab.create(lab.spec(STILL, ranks=2, stall_s=8.0))
         await lab.until(training, lambda t: 1 in t.status.stalled, within_s=120)

@@ -43,7 +43,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def rows(shell: Shell, *words: str) -> Iterator[dict[str, str]]:
-    done = shell.atoll("series", "told", *words, "--csv")
+    done = shell.atoll("metrics", "told", *words, "--csv")
     assert done.returncode == 0, done.stderr
     return csv.DictReader(io.StringIO(done.stdout))
 
@@ -52,7 +52,7 @@ def test_figures_rounds_and_lines_of_ranks_are_there_to_look_at(shell: Shell) ->
     folder = Path(shell.folder)
     (folder / "train.py").write_text(SCRIPT)
     words = ("--executor", "lab", "--no-code", "-C", str(folder), "-n", "2", "--rendezvous", "none")
-    made = shell.atoll("up", "--name", "told", *words, "--", sys.executable, "train.py")
+    made = shell.atoll("run", "-d", "--name", "told", *words, "--", sys.executable, "train.py")
     assert made.returncode == 0, made.stderr
     until(lambda: len(list(rows(shell, "loss"))) == 6)
     until(lambda: {row["rank"] for row in rows(shell, "machine/memory")} == {"0", "1"})

@@ -32,10 +32,10 @@ from atoll.core.status import (
     WorldPoint,
     WorldStatus,
 )
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.auth import hash_token
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 from atoll.store.sqlite import SQLiteStore
@@ -71,7 +71,7 @@ class CrowdedPlane:
         self.store._db.execute("pragma synchronous = off")
         self.tokens = SQLiteTokens(where / "db")
         self.executor = IdleExecutor()
-        self.series = SeriesKeeper(where / "series.db")
+        self.metrics = MetricStore(where / "series.db")
         self.streams = Streams()
         self._listening = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
@@ -86,7 +86,7 @@ class CrowdedPlane:
             tokens=self.tokens,
             executors={"local": self.executor},
             streams=self.streams,
-            series=self.series,
+            metrics=self.metrics,
             sessions=sessions,
         )
         self._server = GuardedServer(app)
@@ -94,7 +94,7 @@ class CrowdedPlane:
 
     def start(self) -> None:
         """Begins to serve; what was put before is there at once."""
-        self.run(self.tokens.add(hashed(TOKEN), "default", "", 0.0))
+        self.run(self.tokens.add(hash_token(TOKEN), "default", "", 0.0))
         serving = self._server.serve([self._listening])
         self._serving = asyncio.run_coroutine_threadsafe(serving, self._loop)
         while not self._server.started:
@@ -110,7 +110,7 @@ class CrowdedPlane:
         self._thread.join(30)
         self._loop.close()
         self._listening.close()
-        self.series.close()
+        self.metrics.close()
         self.tokens.close()
         self.store.close()
 
@@ -139,7 +139,7 @@ class CrowdedPlane:
         number = self._numbers[uid, rank] = self._numbers.get((uid, rank), 0) + 1
         points = {name: [list(each) for each in told] for name, told in figures.items()}
         line = batch_of(Teller(rank, 1, 0, f"life{rank}"), number, points, 0)  # type: ignore[arg-type]
-        self.series.take(uid, [line.rstrip(b"\n")])
+        self.metrics.take(uid, [line.rstrip(b"\n")])
 
     def link(self) -> str:
         bearer = {"Authorization": f"Bearer {TOKEN}"}

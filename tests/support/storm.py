@@ -28,7 +28,7 @@ from atoll.core.status import Training
 
 RANKS = 3
 RESTARTS = 100  # more than the storm can use up
-LONGEST_STOP_S = 1.5
+MAX_STOP_S = 1.5
 CALM_S = 120.0  # for everything to come to rest, on a machine that is busy elsewhere
 CLOCK_VARIABLE = "ATOLL_STORM_CLOCK"
 CLOCK = """
@@ -154,7 +154,7 @@ class Storm:
             self.plane.restart()
             return
         os.kill(self.plane.pid, signal.SIGSTOP)
-        time.sleep(LONGEST_STOP_S * self.chance.random())
+        time.sleep(MAX_STOP_S * self.chance.random())
         os.kill(self.plane.pid, signal.SIGCONT)
 
     def _victims(self, gang: Gang, kind: str) -> list[tuple[int, int]]:
@@ -166,15 +166,19 @@ class Storm:
             self._struck |= {(r["pid"], r["startTicks"]) for r in picked}
             return [(r["pid"], r["startTicks"]) for r in picked]
         try:
-            keeper, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
+            metric_store, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
         except StopIteration:  # it is being replaced
             return []
         if kind == "guard":
-            guard = processes.parent(keeper[0])
+            guard = processes.parent(metric_store[0])
             is_guard = processes.command_line(guard)[3:4] == [b"guard"]
             return [_named(guard)] if is_guard else []
         self._shims[gang.uid] += 1
-        victims = {"keeper": [keeper], "supervisor": [supervisor], "pair": [keeper, supervisor]}
+        victims = {
+            "keeper": [metric_store],
+            "supervisor": [supervisor],
+            "pair": [metric_store, supervisor],
+        }
         return victims[kind]
 
     def _hit(self, pid: int, start_ticks: int, how: str) -> None:
@@ -182,7 +186,7 @@ class Storm:
             return
         processes.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         if how == "pause":
-            seconds = LONGEST_STOP_S * self.chance.random()
+            seconds = MAX_STOP_S * self.chance.random()
             timer = threading.Timer(seconds, self._let_go, (pid, start_ticks))
             timer.start()
             self._timers.append(timer)

@@ -13,7 +13,7 @@ from atoll.core.config import parse
 from atoll.core.errors import ValidationError
 from atoll.main import configured
 from atoll.sdk.config import read
-from atoll.server.handlers.executors import probed
+from atoll.server.handlers.admission import probe_executors
 from atoll.store.memory import MemoryStore
 
 EU = '[executors.eu]\nkind = "kubernetes"\nkubeconfig = "kube.yaml"\n'
@@ -32,7 +32,7 @@ def _unusable(directory: Path) -> str:
     why = setup.unusable["eu"]
     assert "\n" not in why
     assert setup.refusal("eu", executors).startswith(f"{why}; once that is put right, stop it")
-    listed = asyncio.run(probed(executors, setup))
+    listed = asyncio.run(probe_executors(executors, setup))
     assert {e.name: (e.kind, e.is_reachable, e.message) for e in listed.items} == {
         "eu": ("kubernetes", False, why),
         "local": ("local", True, ""),
@@ -77,7 +77,7 @@ def test_ranks_of_an_unknown_training_are_told_to_readers_of_the_list(tmp_path: 
     local = executors["local"]
     assert isinstance(local, LocalBackend)
     asyncio.run(local.start(MemoryStore()))
-    listed = asyncio.run(probed(executors, setup))
+    listed = asyncio.run(probe_executors(executors, setup))
     assert listed.message.startswith(f"{logs.parent} is of a training that the store does not know")
     assert f"'touch {logs.parent}/removed'" in listed.message
     assert [each.is_reachable for each in listed.items] == [True]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atoll.agent.metric_sinks import Sink
 
 EVERY_S = 5.0
-MOST_HELD = 60  # measurements that wait to be handed on
+MAX_HELD = 60  # measurements that wait to be handed on
 CGROUP = "/sys/fs/cgroup"
 MACHINE = "machine/"
 IDLE_CORE = 0.01  # a process that only waits wakes up now and then
@@ -295,7 +295,7 @@ class UseThread(threading.Thread):
         visible = self._env.get("CUDA_VISIBLE_DEVICES")
         figures.update(self._gpus.figures(visible, is_alone=self._is_alone))
         self._points.append((time.time(), figures))
-        if len(self._points) > MOST_HELD:
+        if len(self._points) > MAX_HELD:
             self._points = self._points[::2]
 
     def still_s(self) -> float | None:

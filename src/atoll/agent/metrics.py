@@ -31,7 +31,7 @@ MAX_WAITING = 65_536  # calls between two rounds of the thread
 MAX_ROUNDS = 1000  # that wait to be handed on; older ones are left out
 MAX_NOTES = 100  # on what is wrong, until the thread tells of it
 ROUNDS_A_BATCH = 50
-MOST_BATCH = 2**20  # bytes
+MAX_BATCH = 2**20  # bytes
 POINTS_A_NAME = 60  # in one batch; more are merged
 SLICE_CALLS = 64  # that the thread takes at a time: 0.1 ms of the interpreter, or so
 REST_S = 0.001  # in which callers get the interpreter, between two slices
@@ -197,7 +197,7 @@ class PendingFigures:
             if not self._held and not skipped and not rounds:
                 return None
             batch = batch_of(self._teller, self._number + 1, self._held, skipped, rounds, rest)
-            if len(batch) <= MOST_BATCH or not rounds:
+            if len(batch) <= MAX_BATCH or not rounds:
                 break
             if count == 1:
                 self._telling.pop(0)

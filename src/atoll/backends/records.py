@@ -19,10 +19,10 @@ from atoll.agent.records import (
     next_attempt,
     restarts,
 )
-from atoll.core.attempts import KEPT as ATTEMPTS_KEPT
-from atoll.core.attempts import ended_attempt
-from atoll.core.gate import may_start
+from atoll.core.attempts import MAX_ATTEMPTS as ATTEMPTS_KEPT
+from atoll.core.attempts import close_attempt
 from atoll.core.reasons import ExitReason
+from atoll.core.spec import may_start
 from atoll.core.status import (
     AttemptStatus,
     DesiredState,
@@ -316,7 +316,7 @@ def exit_from(end: Record, job: JobState | None = None) -> Exit:
         failed_at=end.get("failedAt"),
         message=message,
         log_tail=end.get("tail") or [],
-        is_backends_word=end.get("by") == BY_EXECUTOR,
+        is_from_backend=end.get("by") == BY_EXECUTOR,
     )
 
 
@@ -533,7 +533,7 @@ def _earlier(facts: Facts, one: AttemptFacts) -> list[AttemptFacts]:
 def _ended_attempt(one: AttemptFacts, job: JobState | None, host: str | None) -> AttemptStatus:
     place = one.host or (job.host if job else None) or host
     bare = AttemptStatus(rank=one.rank, attempt=one.attempt, started_at=one.started_at, host=place)
-    return ended_attempt(bare, None if one.exit is None else exit_from(one.exit, job))
+    return close_attempt(bare, None if one.exit is None else exit_from(one.exit, job))
 
 
 def _due(

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 Points = Sequence[tuple[int, float]]  # bytes, Gbit/s
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 70, 24, 44, 56
-MOST_DECADES, LEAST_RATE = 6, 1e-9
+MAX_DECADES, MIN_RATE = 6, 1e-9
 STYLE = (
     "text{font:13px sans-serif;fill:#1e1e1e}.end{text-anchor:end}.mid{text-anchor:middle}"
     ".grid{stroke:#ddd}.axis{stroke:#1e1e1e}.line{fill:none;stroke:#1f5fbf;stroke-width:2}"
@@ -35,7 +35,7 @@ def plot_text(points: Points, title: str = "", width: int = 60) -> str:
 def plot_svg(points: Points, title: str = "") -> str:
     """The same as a scalable picture, with a title and a tooltip for each point."""
     title = _printable(title) or "bandwidth against message size"
-    low, high = _decades([rate for _, rate in points if rate > LEAST_RATE])
+    low, high = _decades([rate for _, rate in points if rate > MIN_RATE])
     sizes = [size for size, _ in points] or [1, 2]
     first, last = math.log2(min(sizes)), max(math.log2(max(sizes)), math.log2(min(sizes)) + 1)
 
@@ -69,10 +69,10 @@ def plot_svg(points: Points, title: str = "") -> str:
     dots = [
         (x(size), min(y(rate), foot), f"{size_text(size)}: {rate:.3g} Gbit/s")
         for size, rate in points
-        if rate > LEAST_RATE
+        if rate > MIN_RATE
     ]
-    places = " ".join(f"{ax},{ay}" for ax, ay, _ in dots)
-    parts.append(f'<polyline class="line" points="{places}"/>')
+    coordinates = " ".join(f"{ax},{ay}" for ax, ay, _ in dots)
+    parts.append(f'<polyline class="line" points="{coordinates}"/>')
     parts += [
         f'<circle class="dot" cx="{ax}" cy="{ay}" r="4"><title>{what}</title></circle>'
         for ax, ay, what in dots
@@ -107,5 +107,5 @@ def _decades(rates: Sequence[float]) -> tuple[int, int]:
     if not rates:
         return 0, 1
     high = math.ceil(math.log10(max(rates)))
-    low = max(math.floor(math.log10(min(rates))), high - MOST_DECADES)
+    low = max(math.floor(math.log10(min(rates))), high - MAX_DECADES)
     return low, max(high, low + 1)

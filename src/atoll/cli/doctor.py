@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from atoll.cli.executors import config_option
-from atoll.cli.options import json_option
+from atoll.cli.options import config_option, json_option
 from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
-    from atoll.diloco.blobs import Blobs
+    from atoll.objectstore import ObjectStore
 
 GOOD, NOTE, BAD = "ok", "note", "bad"
 # A package of each extra that stands for it, and what it is for.
@@ -61,40 +60,42 @@ class Finding(NamedTuple):
 @config_option
 @json_option
 def doctor(uri: str | None, is_json: bool) -> None:
-    """Look at this machine: each line says what is there, and what to do about it.
+    """Check this machine and say what to do.
 
-    Exit code: 0 if trainings can run, 1 if something is in the way. It starts nothing; with --uri
+    Exit code: 0 if trainings can run, 1 if something prevents it. It starts nothing; with --uri
     it writes an object to the store and deletes it.
     """
-    from atoll.cli.show import print_json
+    from atoll.cli.output import print_json
 
     findings = []
-    for finding in look(uri):
+    for finding in run_checks(uri):
         findings.append(finding)
         if not is_json:
-            print(in_words(finding), flush=True)
+            print(format_finding(finding), flush=True)
     if is_json:
         print_json([finding._asdict() for finding in findings])
     raise SystemExit(any(finding.state == BAD for finding in findings))
 
 
-def look(uri: str | None) -> Iterator[Finding]:
+def run_checks(uri: str | None) -> Iterator[Finding]:
     checks: list[Callable[[], Iterator[Finding]]] = [
         python, extras, gpus, state, disk, shm, limits, clock, control_plane, executors,
         partial(store, uri),
     ]  # fmt: skip
-    told: set[str] = set()  # one mistake, such as in atoll.toml, is in the way of several checks
+    reported: set[str] = (
+        set()
+    )  # one mistake, such as in atoll.toml, is in the way of several checks
     for check in checks:
         try:
             yield from check()
         except AtollError as error:
             message = str(error).replace("\n", " ")
-            if message not in told:
+            if message not in reported:
                 yield Finding("check", BAD, message)
-            told.add(message)
+            reported.add(message)
 
 
-def in_words(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     todo = f": {finding.todo}" if finding.todo else ""
     return f"{finding.state:<4}  {finding.what:<18} {finding.message}{todo}"
 
@@ -102,11 +103,11 @@ def in_words(finding: Finding) -> str:
 def python() -> Iterator[Finding]:
     import atoll
 
-    words = f"{sys.version.split()[0]} at {sys.executable}, atoll {atoll.__version__}"
+    text = f"{sys.version.split()[0]} at {sys.executable}, atoll {atoll.__version__}"
     if not sys.platform.startswith("linux"):
-        yield Finding("python", BAD, f"{words} on {sys.platform}", "the local executor needs Linux")
+        yield Finding("python", BAD, f"{text} on {sys.platform}", "the local executor needs Linux")
     else:
-        yield Finding("python", GOOD, words)
+        yield Finding("python", GOOD, text)
 
 
 def extras() -> Iterator[Finding]:
@@ -153,12 +154,12 @@ def disk() -> Iterator[Finding]:
 
     where = _existing(state_dir())
     free = shutil.disk_usage(where).free
-    words = f"{_size(free)} free in {where}"
+    text = f"{_size(free)} free in {where}"
     todo = "free some, or set ATOLL_STATE_DIR to another disk: logs and records are kept there"
     if free < TOO_FEW_BYTES:
-        yield Finding("disk", BAD, words, todo)
+        yield Finding("disk", BAD, text, todo)
     else:
-        yield Finding("disk", *((GOOD, words) if free >= ENOUGH_BYTES else (NOTE, words, todo)))
+        yield Finding("disk", *((GOOD, text) if free >= ENOUGH_BYTES else (NOTE, text, todo)))
 
 
 def shm() -> Iterator[Finding]:
@@ -192,8 +193,8 @@ def limits() -> Iterator[Finding]:
 def clock() -> Iterator[Finding]:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     buffer = ctypes.create_string_buffer(512)  # struct timex, with nothing to set
-    told = ctypes.CDLL(None).adjtimex(buffer)
-    if told == UNSYNCHRONISED:
+    reported = ctypes.CDLL(None).adjtimex(buffer)
+    if reported == UNSYNCHRONISED:
         todo = "start an NTP service (chrony, systemd-timesyncd), or see to the host's"
         yield Finding("clock", NOTE, f"{now}, not synchronised by this kernel's word", todo)
     else:
@@ -257,9 +258,9 @@ def store(uri: str | None) -> Iterator[Finding]:
         names = " and ".join(missing)
         yield Finding("store", NOTE, f"{names} not set", "set them, unless the machine has a role")
     try:
-        from atoll.diloco.blobs import Blobs
+        from atoll.objectstore import ObjectStore
 
-        yield from tried(uri, Blobs.open(uri, patience_s=STORE_S))
+        yield from try_store(uri, ObjectStore.open(uri, patience_s=STORE_S))
     except ModuleNotFoundError:
         yield Finding("store", BAD, f"{uri} cannot be tried", to_install("store"))
     except AtollError as error:
@@ -267,7 +268,7 @@ def store(uri: str | None) -> Iterator[Finding]:
         yield Finding("store", BAD, str(error).replace("\n", " "), todo)
 
 
-def tried(uri: str, blobs: Blobs) -> Iterator[Finding]:
+def try_store(uri: str, blobs: ObjectStore) -> Iterator[Finding]:
     """Whether the store takes a new object once, and what its clock says."""
     folder = f"atoll-doctor/{os.urandom(8).hex()}"
     key, began = f"{folder}/object", time.monotonic()
@@ -275,15 +276,15 @@ def tried(uri: str, blobs: Blobs) -> Iterator[Finding]:
         is_first, is_second = blobs.create(key, b"1"), blobs.create(key, b"2")
         took_s = time.monotonic() - began
         content = bytes(blobs.get(key))
-        (listed,) = blobs.find(folder)
+        (listed,) = blobs.list(folder)
     finally:
         blobs.delete([key])
-    words = f"{uri} answers ({took_s / 2 * 1000:.0f} ms a write)"
+    text = f"{uri} answers ({took_s / 2 * 1000:.0f} ms a write)"
     if is_first and not is_second and content == b"1":
-        yield Finding("store", GOOD, f"{words} and honours conditional writes")
+        yield Finding("store", GOOD, f"{text} and honours conditional writes")
     else:
         todo = "rounds need If-None-Match: use a newer release of the store, or another one"
-        yield Finding("store", BAD, f"{words} but overwrites objects that exist", todo)
+        yield Finding("store", BAD, f"{text} but overwrites objects that exist", todo)
     skew_s = listed.modified.timestamp() - time.time()
     if abs(skew_s) > SKEW_S:
         todo = "set the clock of this machine: stores refuse requests that are minutes off"

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.errors import AtollError
-from atoll.core.executors import absence
+from atoll.core.executors import executor_problem
 from atoll.core.phase import Phase
 from atoll.core.reasons import PhaseReason
 from atoll.core.status import LogLine, Training
@@ -76,12 +76,13 @@ class Following:
 
     report: Report
 
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = timeout
+    def __init__(self, deadline_s: float | None = None, timeout: float | None = None) -> None:
+        self._deadline_s = deadline_s  # of the training
+        self._timeout = timeout  # of this command
         self._items: SimpleQueue[Item] = SimpleQueue()
         self._room = threading.Semaphore(LINES_AHEAD)
         self._signal: int | None = None
-        self._is_given_up = False
+        self._is_abandoned = False
         self._cancelled_at: float | None = None
         Interrupts(self._items)
 
@@ -90,15 +91,22 @@ class Following:
         self._start("logs", lambda: self._read_logs(training))
         self._start("states", lambda: client.run(to_the_end(training.last, self._items.put)))
         last = training.last
-        still_open = {"logs", "states"}
-        while still_open:
-            item = self._next(LOGS_S if "states" not in still_open else self._patience(last))
+        leaves_at = inf if self._timeout is None else time.monotonic() + self._timeout
+        open_readers = {"logs", "states"}
+        while open_readers:
+            is_over, is_cancelled = "states" not in open_readers, self._cancelled_at is not None
+            left_s = inf if is_over or is_cancelled else leaves_at - time.monotonic()
+            if left_s <= 0:
+                return self._stop_following(last)
+            patience_s = LOGS_S if is_over else self._patience_s(last)
+            item = self._next(min(left_s, patience_s))
             if item is None:
-                if "states" not in still_open:
+                if is_over:
                     break
-                if self._cancelled_at is not None:
+                if is_cancelled:
                     return self._leave(last)
-                self._give_up(training, last)
+                if patience_s <= left_s:
+                    self._give_up(training, last)
             elif isinstance(item, LogLine):
                 self.report.line(item)
                 self._room.release()
@@ -108,12 +116,12 @@ class Following:
             elif isinstance(item, Signalled):
                 self._cancel(training, item.number)
             else:
-                still_open.discard(item.reader)
-                self._settle(item)
+                open_readers.discard(item.reader)
+                self._note_end(item)
         code = self._code(last)
         # Ranks send their last reports as they end: rounds and warnings are newest now.
         with contextlib.suppress(AtollError):
-            last = client.run(flows.read(flows.Who(last.name, last.uid), patience_s=0))
+            last = client.run(flows.read(flows.TrainingRef(last.name, last.uid), patience_s=0))
         self.report.end(last, code)
         return code
 
@@ -133,9 +141,9 @@ class Following:
 
         threading.Thread(target=work, name=reader, daemon=True).start()
 
-    def _next(self, limit_s: float | None) -> Item | None:
-        """The next item, or None after `limit_s` without one; the last line lives meanwhile."""
-        until = inf if limit_s is None else time.monotonic() + limit_s
+    def _next(self, limit_s: float) -> Item | None:
+        """The next item, or None after `limit_s` without one. Redraws the last line meanwhile."""
+        until = time.monotonic() + limit_s
         while True:
             left = until - time.monotonic()
             try:
@@ -145,30 +153,38 @@ class Following:
                     return None
                 self.report.tick()
 
-    def _patience(self, last: Training) -> float | None:
+    def _patience_s(self, last: Training) -> float:
         """How long it may still wait to be started, or to be stopped where nobody may answer.
 
         A training that runs has its own deadline, for as long as its executor answers.
         """
-        opened_at, is_answered = last.status.gate_opened_at, is_looked_at(last)
+        opened_at, is_answering = last.status.gate_opened_at, is_reachable(last)
         if self._cancelled_at is not None:
             until = self._cancelled_at + last.spec.stop_grace_s + CONFIRM_S
-            return None if is_answered else max(0.0, until - time.time())
-        if self._timeout is None or (opened_at is not None and is_answered):
-            return None
+            return inf if is_answering else max(0.0, until - time.time())
+        if self._deadline_s is None or (opened_at is not None and is_answering):
+            return inf
         since = last.created_at if opened_at is None else opened_at
-        return max(0.0, since + self._timeout - time.time())
+        return max(0.0, since + self._deadline_s - time.time())
+
+    def _stop_following(self, last: Training) -> int:
+        self.report.note(
+            f"not over after {self._timeout:g} s; {last.name} goes on: 'atoll logs -f {last.name}' "
+            f"follows it, 'atoll cancel {last.name}' stops it"
+        )
+        self.report.close()
+        return TIMED_OUT
 
     def _give_up(self, training: DistributedTraining, last: Training) -> None:
-        self._is_given_up = True
+        self._is_abandoned = True
         late = "not over" if last.status.gate_opened_at is not None else "not started"
-        self.report.says(f"{late} within {self._timeout:g} s; cancelling the training")
+        self.report.note(f"{late} within {self._deadline_s:g} s; cancelling the training")
         self._cancelled_at = time.time()
         training.cancel()
 
     def _leave(self, last: Training) -> int:
         """Whether ranks still run cannot be learned now; the exit code says why it is left."""
-        self.report.says(
+        self.report.note(
             f"left {last.name}: it is not known whether its ranks have stopped; the cancel is "
             f"stored, and is carried out when the executor {last.executor!r} answers"
         )
@@ -177,17 +193,17 @@ class Following:
 
     def _cancel(self, training: DistributedTraining, number: int) -> None:
         self._signal = number
-        self.report.says("cancelling the training; once more to leave at once")
+        self.report.note("cancelling the training; once more to leave at once")
         self._cancelled_at = time.time()
         training.cancel()
 
-    def _settle(self, ended: Ended) -> None:
+    def _note_end(self, ended: Ended) -> None:
         if ended.error is None:
             return
         if ended.reader == "states":
             self.report.close()
             raise ended.error
-        self.report.says(f"no more log lines: {ended.error}")
+        self.report.note(f"no more log lines: {ended.error}")
 
     def _code(self, training: Training) -> int:
         code = verdict_code(training)
@@ -195,24 +211,24 @@ class Following:
             return code
         if self._signal is not None:
             return 128 + self._signal
-        return TIMED_OUT if self._is_given_up else code
+        return TIMED_OUT if self._is_abandoned else code
 
 
 def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flow[Training]:
     """Every state from now to the last one, as the server pushes them."""
     return flows.wait(
-        flows.Who(training.name, training.uid),
+        flows.TrainingRef(training.name, training.uid),
         timeout=None,
-        settle=lambda now: now if now.status.phase.is_terminal else None,
+        until=lambda now: now if now.status.phase.is_terminal else None,
         needed=lambda now: now.spec.world_size.target,
         on_read=on_read,
     )
 
 
-def is_looked_at(training: Training) -> bool:
+def is_reachable(training: Training) -> bool:
     """Whether its executor answers, and was asked since the last change of the spec."""
     is_observed = training.status.observed_generation == training.generation
-    return is_observed and not absence(training)
+    return is_observed and not executor_problem(training)
 
 
 def verdict_code(training: Training) -> int:

@@ -16,7 +16,7 @@ import atoll
 from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 
 PROFILES = {
     "bash": "~/.bashrc",
@@ -42,36 +42,31 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 # In the order of the help: what is used first comes first.
 COMMANDS = {
-    "run": "launch",
-    "up": "launch",
-    "rerun": "launch",
-    "ps": "look",
-    "status": "look",
-    "logs": "look",
-    "result": "look",
-    "series": "metrics",
-    "plot": "metrics",
+    "run": "run",
+    "ps": "trainings",
+    "status": "trainings",
+    "logs": "trainings",
+    "result": "trainings",
+    "metrics": "metrics",
     "rounds": "rounds",
-    "scale": "change",
-    "wait": "change",
-    "cancel": "change",
-    "rm": "change",
-    "events": "look",
-    "attempts": "look",
+    "events": "trainings",
+    "scale": "trainings",
+    "wait": "trainings",
+    "cancel": "trainings",
+    "rm": "trainings",
+    "rerun": "run",
     "top": "top",
     "ui": "ui",
-    "executors": "executors",
+    "executors": "plane",
     "doctor": "doctor",
     "serve": "plane",
-    "stop": "stop",
+    "stop": "plane",
     "token": "plane",
-    "bench": "measure",
-    "estimate": "measure",
-    "operator": "cluster",
-    "k8s": "cluster",
+    "k8s": "plane",
+    "estimate": "rounds",
     "completion": "main",
 }
-# What to do about an error, where its own words do not say it.
+# What to do about an error, where its message does not say it.
 HINTS: dict[type[AtollError], str] = {
     Denied: "ATOLL_TOKEN holds the token that is sent",
     Temporary: "is the control plane running? ATOLL_URL holds its address",
@@ -110,8 +105,8 @@ class Commands(click.Group):
                 close = [f"atoll run {args[0]}"]
             if not close:
                 raise
-            words = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
-            raise click.UsageError(words, ctx) from error
+            text = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
+            raise click.UsageError(text, ctx) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -122,7 +117,7 @@ def app() -> None:
 
 def main() -> None:
     prepare()
-    # `run` leaves with nothing to tidy up until it follows its training.
+    # `run` has nothing to clean up until it follows its training.
     if signal.getsignal(signal.SIGINT) is leave and sys.argv[1:2] != ["run"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -132,12 +127,12 @@ def main() -> None:
         error.show()
         code = USAGE
     except click.ClickException as error:
-        code = misused(error)
+        code = report_misuse(error)
     except AtollError as error:
-        code = refused(error)
+        code = report_error(error)
     except (KeyboardInterrupt, click.Abort):
-        if sys.argv[1:2] == ["up"]:
-            print("\natoll: interrupted; 'atoll ps' tells if it was stored", file=sys.stderr)
+        if sys.argv[1:2] == ["run"]:  # with --detach: it may be stored
+            print("\natoll: interrupted; 'atoll ps' lists it if it was stored", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:
         # `atoll ps | head`: nothing is wrong, and nobody reads a message.
@@ -145,7 +140,7 @@ def main() -> None:
         code = 128 + signal.SIGPIPE
     except OSError as error:
         drop_output()
-        print(f"atoll: error: {visible(str(error))}", file=sys.stderr)
+        print(f"atoll: error: {escape_control(str(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 
@@ -155,24 +150,24 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def misused(error: click.ClickException) -> int:
+def report_misuse(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx else "atoll"
     text = " ".join(error.format_message().rstrip(".").split())
     if isinstance(error, click.NoSuchOption) and path == "atoll":
-        text += f". Options come behind the command: atoll run {error.option_name} …"
-    print(f"atoll: error: {visible(text)}: see '{path} --help'", file=sys.stderr)
+        text += f". Options follow the command: atoll run {error.option_name} …"
+    print(f"atoll: error: {escape_control(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
 
 
-def refused(error: AtollError) -> int:
+def report_error(error: AtollError) -> int:
     text = str(error).replace("\n", "; ")
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
     if isinstance(error, Temporary) and error.__cause__ is None:
-        hint = None  # the control plane's own words: it was reached
+        hint = None  # the control plane answered: this is its own message
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what exists"
     hint = error.hint or hint
-    print(f"atoll: error: {visible(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
+    print(f"atoll: error: {escape_control(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

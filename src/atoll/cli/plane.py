@@ -1,8 +1,9 @@
-"""`serve` and `token`: the control plane of this machine, and the tokens it accepts."""
+"""Commands on a control plane: run it, stop it, its tokens and its executors."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -11,14 +12,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from atoll.cli.executors import config_option
-from atoll.cli.options import json_option
+from atoll.cli.options import config_option, json_option
 from atoll.core.checks import check_name
-from atoll.core.errors import NotFound, Permanent, ValidationError
-from atoll.operator.__main__ import needs_extra, new_operator_token, operator_tokens
+from atoll.core.errors import (
+    BelowMinimumWorld,
+    NotFound,
+    Permanent,
+    UDTerminalState,
+    ValidationError,
+)
+from atoll.operator.__main__ import manifests, needs_extra, new_operator_token, operator_tokens
+from atoll.operator.__main__ import run as operator
 
 if TYPE_CHECKING:
     from atoll.core.ports import Tokens
+
 
 T = TypeVar("T")
 
@@ -120,7 +128,7 @@ home_option = click.option(
 
 @click.group()
 def token() -> None:
-    """Create, list and revoke tokens of the control plane, or of an operator."""
+    """Create, list and revoke tokens."""
 
 
 @token.command()
@@ -141,8 +149,8 @@ def create(
     """Create a token and print it. Only its hash is stored: it cannot be shown again."""
     import asyncio
 
-    from atoll.cli.show import full, print_json
-    from atoll.server.http.auth import hashed, new_token
+    from atoll.cli.output import full, print_json
+    from atoll.server.http.auth import hash_token, new_token
 
     check_name("namespace", namespace)
     if home is not None:
@@ -150,7 +158,7 @@ def create(
     else:
         secret = new_token()
         tokens = _tokens(state_dir)
-        record = asyncio.run(tokens.add(hashed(secret), namespace, label, time.time()))
+        record = asyncio.run(tokens.add(hash_token(secret), namespace, label, time.time()))
     print_json({"token": secret, **full(record)}) if is_json else print(secret)
 
 
@@ -163,14 +171,14 @@ def list_tokens(state_dir: Path | None, home: str | None, is_json: bool) -> None
     """List tokens by id. The tokens themselves are not stored."""
     import asyncio
 
-    from atoll.cli import show
+    from atoll.cli.output import format_time, print_json, table
 
     tokens = asyncio.run(_with_tokens(state_dir, home, lambda tokens: tokens.all()))
     if is_json:
-        show.print_json(tokens)
+        print_json(tokens)
         return
-    rows = [(t.id, t.namespace, t.label or "-", show.clock(t.created_at)) for t in tokens]
-    print(show.table(TOKENS, rows))
+    rows = [(t.id, t.namespace, t.label or "-", format_time(t.created_at)) for t in tokens]
+    print(table(TOKENS, rows))
 
 
 @token.command("revoke")
@@ -184,7 +192,7 @@ def revoke(id: str, state_dir: Path | None, home: str | None, is_json: bool) -> 
     by an operator within 5 seconds."""
     import asyncio
 
-    from atoll.cli.show import print_json
+    from atoll.cli.output import print_json
 
     if not id:
         raise ValidationError("id", id, "expected an id from 'atoll token list'")
@@ -211,8 +219,123 @@ def _tokens(state_dir: Path | None) -> Tokens:
     from atoll.store.tokens import SQLiteTokens
 
     if os.environ.get("ATOLL_URL") and state_dir is None and "ATOLL_STATE_DIR" not in os.environ:
-        says = "ATOLL_URL names a control plane elsewhere: make tokens on its machine, "
-        raise Permanent(says + "or give --state-dir if it is this one")
+        text = "ATOLL_URL names a control plane elsewhere: make tokens on its machine, "
+        raise Permanent(text + "or give --state-dir if it is this one")
     where = state.state_dir(state_dir)
     make_private(where)
     return SQLiteTokens(where / "atoll.db")
+
+
+STOP_S = 60.0  # the grace of a rank is 10 s by default, and a loaded machine takes longer
+POLL_S = 0.02
+
+
+@click.command()
+@click.option("--all", "is_all", is_flag=True, help="Cancel all trainings first.")
+@json_option
+def stop(is_all: bool, is_json: bool) -> None:
+    """Stop the control plane of this user. Ranks go on; the next command starts it again.
+
+    It is no error if none runs. A control plane that ATOLL_URL names is not stopped.
+    """
+    from atoll.backends.local.state import state_dir
+    from atoll.cli.output import count_of, print_json
+
+    if os.environ.get("ATOLL_URL"):
+        text = "ATOLL_URL names a control plane: stop it where it runs, or unset ATOLL_URL"
+        raise Permanent(f"{text} to stop your own")
+    where = state_dir()
+    names = cancel_all(where) if is_all else []
+    pid = stop_plane(where)
+    if is_json:
+        print_json({"pid": pid, "cancelled": names})
+        return
+    if names:
+        print(f"cancelled {count_of(len(names), 'training')}: {', '.join(names)}")
+    if pid is None:
+        print("no control plane runs")
+    else:
+        note = "" if is_all else "; its ranks go on, and the next command starts it again"
+        print(f"stopped the control plane (pid {pid}){note}")
+
+
+def cancel_all(where: Path) -> list[str]:
+    """Cancel what runs, wait until no rank is alive, and return the names."""
+    from atoll.sdk.client import Client
+    from atoll.sdk.embedded import running
+
+    if running(where) is None and not any((where / "ranks").glob("*")):
+        return []
+    with Client() as client:
+        trainings = [t for t in client.list() if not t.last.status.phase.is_terminal]
+        for training in trainings:
+            training.cancel()
+        for training in trainings:
+            try:
+                training.wait_until_complete(training.last.spec.stop_grace_s + STOP_S)
+            except BelowMinimumWorld as error:
+                if not training.last.status.phase.is_terminal:
+                    raise Permanent(f"{training.name} did not end: {error}") from error
+            except UDTerminalState:
+                pass  # over before it was cancelled
+    return [training.name for training in trainings]
+
+
+def stop_plane(where: Path) -> int | None:
+    """Stop the control plane and return its pid; None if none ran."""
+    from atoll.sdk.embedded import read_announcement, start_time
+
+    endpoint = read_announcement(where)
+    if endpoint is None:
+        return None
+    pid = int(endpoint["pid"])
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return None
+    except PermissionError as error:
+        raise Permanent(f"the control plane (pid {pid}) belongs to another user") from error
+    until = time.monotonic() + STOP_S
+    while start_time(pid) == str(endpoint["startTime"]):
+        if time.monotonic() > until:
+            raise Permanent(f"the control plane (pid {pid}) still runs after {STOP_S:g} s")
+        time.sleep(POLL_S)
+    return pid
+
+
+EXECUTORS = ("NAME", "KIND", "REACHABLE", "WHY NOT")
+
+
+@click.command()
+@config_option
+@json_option
+def executors(is_json: bool) -> None:
+    """List executors, and whether each is reachable.
+
+    The default has a star. The control plane reads atoll.toml when it starts.
+    """
+    from atoll.cli.output import print_json, print_note, table
+    from atoll.sdk import flows
+    from atoll.sdk.client import Client
+
+    listed = Client().run(flows.executors())
+    if is_json:
+        print_json(listed)
+        return
+    rows = [
+        (
+            f"{each.name}*" if each.is_default else each.name,
+            each.kind,
+            "yes" if each.is_reachable else "no",
+            each.message or "-",
+        )
+        for each in listed.items
+    ]
+    print(table(EXECUTORS, rows))
+    if listed.message:
+        print_note(listed.message)
+
+
+@click.group(commands={"operator": operator, "manifests": manifests})
+def k8s() -> None:
+    """Run the operator on a Kubernetes cluster."""

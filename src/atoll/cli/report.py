@@ -6,21 +6,31 @@ import sys
 import time
 from typing import Any, Protocol
 
-from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
-from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
-from atoll.core.describe import TAIL_LINES, describe_end, describe_others, describe_ranks
-from atoll.core.escape import colours_only, visible
-from atoll.core.executors import absence
-from atoll.core.phase import Phase
-from atoll.core.rounds import ShownTraining, describe_counts
+from atoll.cli.output import (
+    end_report,
+    print_json,
+    print_note,
+    training_json,
+    world_json,
+    world_text,
+)
+from atoll.cli.terminal import (
+    RANK_COLOURS,
+    LastLine,
+    after_carriage_return,
+    can_redraw,
+    paint,
+    wants_colour,
+)
+from atoll.core.escape import keep_colours
+from atoll.core.quantities import format_duration
 from atoll.core.status import LogLine, Training
-from atoll.core.warnings import has_replica_per_rank
 
 
 class Report(Protocol):
     def state(self, training: Training) -> None: ...
     def line(self, line: LogLine) -> None: ...
-    def says(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
     def tick(self) -> None:
         """Called while nothing happens."""
 
@@ -46,30 +56,30 @@ class TextReport:
             return
         self._last_text = text
         if not self._is_live:
-            says(f"{training.name} {text}")
+            print_note(f"{training.name} {text}")
 
     def line(self, line: LogLine) -> None:
         self._last_line.hide()
         self._printer.print(line)
 
-    def says(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._last_line.hide()
-        says(text)
+        print_note(text)
 
     def tick(self) -> None:
         training = self._training
         if training is None or training.status.phase.is_terminal:
             return
         ran = training.status.ran_for(time.time())
-        age = "" if ran is None else f"  {_whole(ran)}"
+        age = "" if ran is None else f"  {_without_fraction(ran)}"
         self._last_line.show(f"── {training.name}  {world_text(training)}{age}")
 
     def end(self, training: Training, code: int) -> None:
         self.close()
         ran = training.status.ran_for(time.time())
-        took = f" ({duration(ran)})" if ran is not None and code == 0 else ""
-        first, *rest = end_report(training).split("\n")
-        print("\n".join([f"atoll: {first}{took}", *rest]), file=sys.stderr, flush=True)
+        took = f" ({format_duration(ran)})" if ran is not None and code == 0 else ""
+        first, *details = end_report(training).split("\n")
+        print("\n".join([f"atoll: {first}{took}", *details]), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._last_line.hide()
@@ -91,7 +101,7 @@ class JsonReport:
     def line(self, line: LogLine) -> None:
         print_json({"type": "log", "rank": line.rank, "text": line.text})
 
-    def says(self, text: str) -> None:
+    def note(self, text: str) -> None:
         print_json({"type": "note", "message": text})
 
     def tick(self) -> None:
@@ -121,7 +131,7 @@ class LinePrinter:
         self._is_flushed = is_live or self._is_terminal
 
     def print(self, line: LogLine) -> None:
-        text = colours_only(last_look(line.text)) if self._is_terminal else line.text
+        text = keep_colours(after_carriage_return(line.text)) if self._is_terminal else line.text
         if self._is_timed:
             text = f"{_stamp(line.time)} {text}"
         if self._is_prefixed:
@@ -134,60 +144,9 @@ def _stamp(at: float | None) -> str:
     """`2026-11-17T02:33:57.042Z`; as wide where it is not known."""
     if at is None:
         return f"{'-':<24}"
-    whole, ms = divmod(round(at * 1000), 1000)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{ms:03}Z"
+    seconds, ms = divmod(round(at * 1000), 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{ms:03}Z"
 
 
-def world_text(training: Training) -> str:
-    """`ready 4/4 (min 2), 1 restart`."""
-    status, size = training.status, training.spec.world_size
-    is_stopping = bool(status.failing) or status.reason == "Cancelling"
-    phase = "stopping" if is_stopping else status.phase.value or "stored"
-    text = f"{phase} {status.world.ready}/{size.target}"
-    if size.min != size.target:
-        text += f" (min {size.min})"
-    restarts = sum(rank.restarts for rank in status.ranks)
-    lost = [r.rank for r in status.ranks if r.phase == "Failed"]
-    waits = [f"rank {r.rank} {r.message}" for r in status.ranks if r.phase == "Pending"]
-    if restarts:
-        text += f", {counted(restarts, 'restart')}"
-    if lost:
-        text += f", lost: {describe_ranks(lost)}"
-    if absence(training):
-        text += f", {visible(status.message)}"
-    elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
-        text += f", {visible(waits[0])}"
-    return text
-
-
-def _whole(seconds: float) -> str:
-    return duration(seconds) if seconds >= 10 else f"{int(seconds)}s"
-
-
-def taken_lines(training: Training) -> list[str]:
-    """In how many outer rounds each rank took part, if not all were in every one."""
-    summary = training.rounds if isinstance(training, ShownTraining) else None
-    if summary is None or not has_replica_per_rank(training, len(summary.ranks)):
-        return []
-    counts = dict.fromkeys(range(training.spec.world_size.target), 0)
-    counts |= {each.rank: each.rounds for each in summary.ranks}
-    if set(counts.values()) == {summary.rounds}:
-        return []
-    return [f"rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
-
-
-def end_report(training: Training) -> str:
-    """How a training ended, and for a failure the other failed ranks and the last lines."""
-    cause = training.status.root_cause
-    lines = [describe_end(training)]
-    lines += [f"  warning: {visible(words)}" for words in training.status.warnings]
-    lines += [f"  {line}" for line in taken_lines(training)]
-    if training.status.phase is not Phase.FAILED or cause is None:
-        return "\n".join(lines)
-    lines += [f"  {line}" for line in describe_others(training.status)]
-    if cause.log_tail:
-        lines.append(f"  last lines of rank {cause.rank}:")
-        lines += [f"  | {visible(line)}" for line in cause.log_tail[-TAIL_LINES:]]
-    else:
-        lines.append(f"  rank {cause.rank} printed nothing")
-    return "\n".join(lines)
+def _without_fraction(seconds: float) -> str:
+    return format_duration(seconds) if seconds >= 10 else f"{int(seconds)}s"

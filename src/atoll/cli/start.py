@@ -15,8 +15,8 @@ def leave(number: int, frame: object) -> None:
 
 
 # It may be ignored, as after `nohup`.
-is_heard = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-if is_heard:
+has_default_handler = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+if has_default_handler:
     _signal.signal(_signal.SIGINT, leave)
 
 

@@ -21,7 +21,7 @@ LOSS, CPU, MEMORY = "loss", "machine/cpu", "machine/memory"
 HEADER = ("NAME", "PHASE", "READY", "RAN", "ROUND", "CPU", "MEMORY", "LOSS", "", "COMMAND")
 RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "CPU", "MEMORY", "MESSAGE")
 ACTIVE_READ = 20  # trainings that are read one by one, for their rounds
-OVER_SHOWN = 10
+MAX_ENDED = 10
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 SPARK = 12
 
@@ -44,10 +44,12 @@ SPARK = 12
 @click.option("--once", "is_once", is_flag=True, help="Print once and exit: --count 1.")
 @json_option
 def top(interval: float, count: int | None, is_once: bool, is_json: bool) -> None:
-    """Show all trainings and their ranks, and refresh until q or Ctrl-C."""
-    from atoll.cli.screen import Screen, fitted
-    from atoll.cli.show import print_json
-    from atoll.cli.terminal import can_redraw
+    """Show all trainings and their ranks, live.
+
+    q or Ctrl-C quits.
+    """
+    from atoll.cli.output import print_json
+    from atoll.cli.terminal import Screen, can_redraw, fit
     from atoll.sdk.client import Client
 
     if is_once and count not in (None, 1):
@@ -55,34 +57,34 @@ def top(interval: float, count: int | None, is_once: bool, is_json: bool) -> Non
     is_screen = can_redraw(sys.stdout) and not is_json and not is_once
     left: float = inf if is_screen else 1
     left = left if count is None else count
-    look = Look(Client())
+    snapshot = Snapshot(Client())
     if not is_screen:
         while left > 0:
-            look.read()
-            print_json(look.json()) if is_json else print(look.text(), flush=True)
+            snapshot.read()
+            print_json(snapshot.json()) if is_json else print(snapshot.text(), flush=True)
             left -= 1
             if left > 0:
                 time.sleep(interval)
         return
     with Screen() as screen:
         while left > 0:
-            look.read()
-            screen.draw(fitted(look.text(hint="q quits"), screen.size()))
+            snapshot.read()
+            screen.draw(fit(snapshot.text(hint="q quits"), screen.size()))
             left -= 1
             if left > 0 and screen.wait(
-                interval, lambda: fitted(look.text(hint="q quits"), screen.size())
+                interval, lambda: fit(snapshot.text(hint="q quits"), screen.size())
             ):
                 return
 
 
-class Look:
+class Snapshot:
     """What was read last. Trainings that are over are read again only when one more is."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.alive: list[Training] = []
         self.over: list[Training] | None = None
-        self.newest_metrics: dict[tuple[str, str], LatestMetric] = {}  # by uid and name
+        self.metrics: dict[tuple[str, str], LatestMetric] = {}  # by uid and name
 
     def read(self) -> None:
         from atoll.core.errors import AtollError
@@ -90,33 +92,31 @@ class Look:
 
         before = {training.uid for training in self.alive}
         if self.over is None:
-            self._part(self._client.run(flows.list_all()))
+            self._split(self._client.run(flows.list_all()))
         else:
             active = [t for p in ("pending", "ready") for t in self._client.run(flows.list_all(p))]
             if before - {training.uid for training in active}:
-                self._part(self._client.run(flows.list_all()))
+                self._split(self._client.run(flows.list_all()))
             else:
                 self.alive = _newest_first(active)
-        self.alive[:ACTIVE_READ] = [self._whole(each) for each in self.alive[:ACTIVE_READ]]
-        names = [training.name for training in self.alive[:ACTIVE_READ]]
-        self.newest_metrics = {}
+        self.alive[:ACTIVE_READ] = [self._with_rounds(each) for each in self.alive[:ACTIVE_READ]]
+        running = [training.name for training in self.alive[:ACTIVE_READ]]
+        ended = [training.name for training in (self.over or [])[:MAX_ENDED]]
+        self.metrics = {}
         try:
-            for asked, is_each in (
-                (names, True),
-                ([training.name for training in (self.over or [])[:OVER_SHOWN]], False),
-            ):
-                if asked:
-                    flow = flows.newest_metrics((LOSS, CPU, MEMORY), asked, ranks=is_each)
+            for names, has_ranks in ((running, True), (ended, False)):
+                if names:
+                    flow = flows.newest_metrics((LOSS, CPU, MEMORY), names, ranks=has_ranks)
                     for metric in self._client.run(flow).items:
-                        self.newest_metrics[metric.uid, metric.name] = metric
+                        self.metrics[metric.uid, metric.name] = metric
         except AtollError:
-            self.newest_metrics = {}  # a control plane of an older release
+            self.metrics = {}  # a control plane of an older release
 
-    def _part(self, trainings: Sequence[Training]) -> None:
+    def _split(self, trainings: Sequence[Training]) -> None:
         self.alive = _newest_first([t for t in trainings if not t.status.phase.is_terminal])
         self.over = _newest_first([t for t in trainings if t.status.phase.is_terminal])
 
-    def _whole(self, training: Training) -> Training:
+    def _with_rounds(self, training: Training) -> Training:
         """With its rounds."""
         from atoll.core.errors import NotFound
         from atoll.sdk import flows
@@ -127,27 +127,25 @@ class Look:
             return training
 
     def json(self) -> list[dict[str, Any]]:
-        from atoll.cli.show import full, training_json
+        from atoll.cli.output import full, training_json
 
         out = []
         for training in (*self.alive, *(self.over or [])):
-            own = [
-                metric for (uid, _), metric in self.newest_metrics.items() if uid == training.uid
-            ]
-            shown = {metric.name: full(metric) for metric in own}
-            out.append({**training_json(training), "figures": shown, "round": round_of(training)})
+            own = [metric for (uid, _), metric in self.metrics.items() if uid == training.uid]
+            metrics = {metric.name: full(metric) for metric in own}
+            out.append({**training_json(training), "metrics": metrics, "round": round_of(training)})
         return out
 
     def text(self, hint: str = "") -> str:
         """Active trainings first, then those that are over; the ranks of the active ones below."""
-        from atoll.cli import show
+        from atoll.cli import output
 
         now, over = time.time(), self.over or []
         running = sum(rank.phase == "Running" for t in self.alive for rank in t.status.ranks)
         counts = f"{len(self.alive)} active, {running} ranks running, {len(over)} over"
         head = f"{time.strftime('%H:%M:%S')}  {counts}" + (f"  {hint}" if hint else "")
-        rows = [self._row(training, now) for training in self.alive + over[:OVER_SHOWN]]
-        parts = [head, show.table(HEADER, rows)]
+        rows = [self._row(training, now) for training in self.alive + over[:MAX_ENDED]]
+        parts = [head, output.table(HEADER, rows)]
         parts += [
             f"{training.name}\n{self._ranks(training, now)}"
             for training in self.alive
@@ -156,29 +154,29 @@ class Look:
         return "\n\n".join(parts)
 
     def _row(self, training: Training, now: float) -> tuple[str, ...]:
-        from atoll.cli import show
+        from atoll.cli import output
 
-        loss = self.newest_metrics.get((training.uid, LOSS))
+        loss = self.metrics.get((training.uid, LOSS))
         is_over = training.status.phase.is_terminal
         number = round_of(training)
         return (
             training.name,
-            show.phase_cell(training),
-            show.ready_cell(training),
-            show.ran_cell(training, now),
+            output.phase_cell(training),
+            output.ready_cell(training),
+            output.ran_cell(training, now),
             "-" if number is None else str(number),
-            "-" if is_over else cores(_sum(self.newest_metrics.get((training.uid, CPU)))),
-            "-" if is_over else size(_sum(self.newest_metrics.get((training.uid, MEMORY)))),
+            "-" if is_over else cores(_sum(self.metrics.get((training.uid, CPU)))),
+            "-" if is_over else size(_sum(self.metrics.get((training.uid, MEMORY)))),
             "-" if loss is None else f"{float(loss.value):.4g}",
             "" if loss is None else spark(loss.spark, bars()),
-            show.shortened(show.command_text(training), 40),
+            output.shorten(output.command_text(training), 40),
         )
 
     def _ranks(self, training: Training, now: float) -> str:
-        from atoll.cli import show
-        from atoll.cli.tables import alive_for
+        from atoll.cli import output
+        from atoll.cli.output import alive_for
 
-        use = {n: _of_ranks(self.newest_metrics.get((training.uid, n))) for n in (CPU, MEMORY)}
+        use = {n: _of_ranks(self.metrics.get((training.uid, n))) for n in (CPU, MEMORY)}
         rows = [
             (
                 str(rank.rank),
@@ -192,7 +190,7 @@ class Look:
             )
             for rank in training.status.ranks
         ]
-        return show.table(RANKS, rows)
+        return output.table(RANKS, rows)
 
 
 def _newest_first(trainings: Sequence[Training]) -> list[Training]:

@@ -31,14 +31,16 @@ def ui(is_printed: bool, is_revoked: bool, is_json: bool) -> None:
     The link signs in once and is good for a minute: who has it first is signed in as you. It opens
     on this machine, or on another one with the control plane's port forwarded.
     """
-    from atoll.cli.show import counted, print_json, says
+    from atoll.cli.output import count_of, print_json, print_note
     from atoll.sdk import flows
     from atoll.sdk.client import Client
 
     client = Client()
     if is_revoked:
         ended = client.run(flows.end_sessions()).sessions
-        print_json({"sessions": ended}) if is_json else says(f"{counted(ended, 'session')} ended")
+        print_json({"sessions": ended}) if is_json else print_note(
+            f"{count_of(ended, 'session')} ended"
+        )
         return
     code = client.run(flows.ui_code())
     url = link_of(client.wire.endpoint.address().url, code.host, code.code)

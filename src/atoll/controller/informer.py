@@ -82,7 +82,7 @@ class Informer:
                     ends.append(await self.store.get(each.key))
         self._take(snapshot)
         for training in ends:
-            self._tell(_listed(training))
+            self._notify(_listed(training))
         self._is_listed.set()
 
     def _take(self, snapshot: Snapshot) -> None:
@@ -94,9 +94,9 @@ class Informer:
         for uid in (before[0].keys() | before[1].keys()) - snapshot.uids:
             last = before[0].get(uid)
             key = before[1][uid].key if last is None else last.key
-            self._tell(Update(self.version, uid, key, last, is_removed=True))
+            self._notify(Update(self.version, uid, key, last, is_removed=True))
         for training in snapshot.active:
-            self._tell(_listed(training))
+            self._notify(_listed(training))
 
     def _note(self, change: Change) -> None:
         training, uid = change.training, change.training.uid
@@ -108,11 +108,11 @@ class Informer:
         if training.is_settled and not change.is_removed:
             self.settled[uid] = SettledTraining(uid, training.key, training.status.phase)
         self.version = max(self.version, change.version)
-        self._tell(
+        self._notify(
             Update(change.version, uid, training.key, training, change.is_removed, was_settled)
         )
 
-    def _tell(self, update: Update) -> None:
+    def _notify(self, update: Update) -> None:
         for follower in self._followers:
             follower.put(update)
 

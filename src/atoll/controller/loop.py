@@ -15,7 +15,7 @@ from typing import NamedTuple
 from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
 from atoll.controller.queue import WorkQueue
-from atoll.controller.reconcile import Quiet, Reconciler, Rounds, no_rounds, unknown
+from atoll.controller.reconcile import IdleTimes, Reconciler, Rounds, no_idle_times, no_rounds
 from atoll.core.clock import Now
 from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
@@ -50,13 +50,13 @@ class Controller:
         informer: Informer | None = None,
         clock: Callable[[], Now] | None = None,
         on_pass: Callable[[Pass], None] = lambda done: None,
-        quiet_s: Quiet = unknown,
+        idle_s: IdleTimes = no_idle_times,
         rounds: Rounds = no_rounds,
     ) -> None:
         self._informer = informer or Informer(store)
         self._has_own_informer = informer is None
         self._executors = executors
-        self._reconciler = Reconciler(store, executors, clock or machine_clock(), quiet_s, rounds)
+        self._reconciler = Reconciler(store, executors, clock or machine_clock(), idle_s, rounds)
         self._queue = WorkQueue()
         self._on_pass = on_pass
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,8 +1,8 @@
 """One pass over one training: observe, plan, write the status once, then act.
 
-It may be killed between any two steps: the next pass starts from what is stored and what is
-really running. Nothing is done before what was seen is stored, and nothing is done at all where
-the status was written by somebody else meanwhile.
+The process may be killed between any two steps: the next pass starts from what is stored and what
+really runs. Nothing is done before the observation is stored, and nothing at all if somebody else
+wrote the status meanwhile.
 """
 
 from __future__ import annotations
@@ -13,8 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from atoll.core.absent import left_alone, out_of_reach, rejoined, return_of
+from atoll.core.availability import (
+    BACKEND_FAILING,
+    clear_unavailable,
+    plan_without_executor,
+    reachable_again,
+    report_failing,
+    report_unreachable,
+    report_working,
+)
 from atoll.core.clock import Now
+from atoll.core.conditions import has_condition
 from atoll.core.errors import (
     AtollError,
     BackendError,
@@ -24,53 +33,56 @@ from atoll.core.errors import (
     Permanent,
     StatusRefused,
 )
-from atoll.core.hindrance import hindered, is_hindered, unhindered
-from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
+from atoll.core.plan import Action, Apply, Delete, Measure, Plan, Stop, plan
 from atoll.core.ports import Executor, Key, Store
-from atoll.core.stall import with_quiet
+from atoll.core.stall import with_idle_times
 from atoll.core.status import Observation, ObservedRounds, Status, Training, sooner
 
-Tell = Callable[[], Now]
-# Seconds since ranks of a training moved, by its uid and when the attempts of its ranks began.
-Quiet = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
+ReadClock = Callable[[], Now]
+# Seconds since each rank was last active, by the training's uid and the starts of its ranks.
+IdleTimes = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
 Rounds = Callable[[str], ObservedRounds | None]
 
-LOOKS = 2  # that fail in a row before the status mentions it: one may be a blip
-TRIES, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
-QUIET_S = 30.0  # an error whose words change with every look is written no more often
+# Failures in a row before the status mentions them. One failed observation may be a blip of the
+# network; an action may fail for some seconds while a backend restarts.
+MAX_FAILED_OBSERVATIONS = 2
+MAX_FAILED_ACTIONS, LASTING_S = 3, 10.0
+# An error may carry a request id or a time, so its text differs each time. Each report is a status
+# write that every watcher receives: twice a minute is enough for people.
+REPORT_AGAIN_S = 30.0
 
 
 class Failures:
-    """Failures in a row, by training: tells which of them the status should mention."""
+    """Counts failures in a row by training, and decides which of them the status mentions."""
 
-    def __init__(self, *, tries: int, lasting_s: float) -> None:
-        self._tries, self._lasting_s = tries, lasting_s
+    def __init__(self, *, count: int, lasting_s: float) -> None:
+        self._count, self._lasting_s = count, lasting_s
         self._since: dict[Key, float] = {}
         self._number: Counter[Key] = Counter()
-        self._written_at: dict[Key, float] = {}
+        self._reported_at: dict[Key, float] = {}
 
-    def note(self, key: Key, now: float) -> bool:
-        """Whether it lasts, and was not written lately."""
+    def add(self, key: Key, now: float) -> bool:
+        """Whether to report it: the failure lasts, and was not reported lately."""
         self._number[key] += 1
         is_lasting = now >= self._since.setdefault(key, now) + self._lasting_s
-        is_due = now >= self._written_at.get(key, float("-inf")) + QUIET_S
-        return self._number[key] >= self._tries and is_lasting and is_due
+        is_due = now >= self._reported_at.get(key, float("-inf")) + REPORT_AGAIN_S
+        return self._number[key] >= self._count and is_lasting and is_due
 
-    def note_written(self, key: Key, now: float) -> None:
-        self._written_at[key] = now
+    def set_reported(self, key: Key, now: float) -> None:
+        self._reported_at[key] = now
 
     def clear(self, key: Key) -> None:
-        for memory in (self._since, self._number, self._written_at):
+        for memory in (self._since, self._number, self._reported_at):
             memory.pop(key, None)
 
 
 def no_rounds(uid: str) -> ObservedRounds | None:
-    """Nobody keeps rounds."""
+    """For a control plane that stores no rounds."""
     return None
 
 
-def unknown(uid: str, started: Mapping[int, float | None]) -> Mapping[int, float]:
-    """Nobody knows whether ranks move."""
+def no_idle_times(uid: str, started: Mapping[int, float | None]) -> Mapping[int, float]:
+    """For a control plane that stores no metrics."""
     return {}
 
 
@@ -79,113 +91,77 @@ class Reconciler:
         self,
         store: Store,
         executors: Mapping[str, Executor],
-        clock: Tell,
-        quiet_s: Quiet = unknown,
+        clock: ReadClock,
+        idle_s: IdleTimes = no_idle_times,
         rounds: Rounds = no_rounds,
     ) -> None:
-        """`quiet_s`: for how long ranks have not moved, as far as what they report tells; `rounds`:
-        what is known of a training's outer rounds."""
-        self._quiet_s = quiet_s
-        self._rounds = rounds
-        self.keys: dict[str, Key] = {}  # by uid, of all trainings looked at
+        """`idle_s` knows what ranks reported, `rounds` the outer rounds of a training."""
         self._store = store
         self._executors = executors
         self._clock = clock
-        self._faults: dict[str, str] = {}  # what an executor will never do, by training
-        self._failed_observations = Failures(tries=LOOKS, lasting_s=0.0)
-        self._failed_actions = Failures(tries=TRIES, lasting_s=LASTING_S)
-        self._unwritten: dict[str, Status] = {}  # what a store refused to keep, by training
+        self._idle_s = idle_s
+        self._rounds = rounds
+        self.keys: dict[str, Key] = {}  # by uid, of all trainings that had a pass
+        self._faults: dict[str, str] = {}  # by uid: what an executor will never do, and why
+        self._failed_observations = Failures(count=MAX_FAILED_OBSERVATIONS, lasting_s=0.0)
+        self._failed_actions = Failures(count=MAX_FAILED_ACTIONS, lasting_s=LASTING_S)
+        self._unwritten: dict[str, Status] = {}  # by uid: what the store refused
 
     async def reconcile(self, key: Key) -> float | None:
-        """Seconds until the next look, or None: not until something changes."""
+        """Seconds until the next pass; None: not until something changes."""
         try:
-            training = self._as_decided(await self._store.get(key))
+            training = await self._read(key)
         except NotFound:
             self._failed_observations.clear(key)
             self._failed_actions.clear(key)
             return None
-        self.keys[training.uid] = key
         try:
             observation, decision = await self._decide(training)
         except Conflict:
-            return 0.0  # another process has changed it, and the store has that by now
+            return 0.0  # another process changed it, and the store has that by now
         try:
             training = await self._write(training, decision)
         except (Conflict, NotFound):
-            return 0.0  # changed under us: what was planned is out of date
-        try:
-            is_done = await self._do(training, observation, decision.actions)
-        except AtollError as error:
-            report = hindered(training, error, self._clock().wall)
-            await self._note_failure(self._failed_actions, training, report)
-            raise
-        self._failed_actions.clear(key)
-        if is_hindered(training.status) and Forget() not in decision.actions:
-            await self._note_success(training)
-        return sooner(decision.requeue_after_s, observation.again_in_s) if is_done else 0.0
+            return 0.0  # somebody else changed it: the plan is out of date
+        is_possible = await self._act(training, observation, decision.actions)
+        if not is_possible:
+            return 0.0  # the next pass fails the training
+        return sooner(decision.requeue_after_s, observation.again_in_s)
+
+    async def _read(self, key: Key) -> Training:
+        training = await self._store.get(key)
+        self.keys[training.uid] = key
+        status = self._unwritten.get(training.uid)
+        return training if status is None else replace(training, status=status)
 
     async def _decide(self, training: Training) -> tuple[Observation, Plan]:
-        """What is seen of the training, and what is to be done. Without its executor, nothing."""
         if training.executor not in self._executors:
-            return Observation(), left_alone(training, self._clock().wall)
-        observation = await self._observe_training(training)
-        decision = plan(rejoined(training), observation, self._clock())
-        returned = return_of(training, self._clock().wall)
-        return observation, decision._replace(events=(*returned, *decision.events))
+            return Observation(), plan_without_executor(training, self._clock().wall)
+        observation = await self._observe(training)
+        now = self._clock()
+        decision = plan(clear_unavailable(training), observation, now)
+        events = (*reachable_again(training, now.wall), *decision.events)
+        return observation, decision._replace(events=events)
 
-    async def _do(
-        self, training: Training, observation: Observation, actions: Sequence[Action]
-    ) -> bool:
-        """False when an action will never work.
-
-        Chores come first: an action may have to wait for one, as for the last pod of a rank to go.
-        But one that fails keeps nobody from being stopped: it is raised after the actions.
-        """
-        trouble = await self._perform_followups(training, observation)
-        for action in actions:
-            if not await self._act(training, action):
-                return False
-        if trouble is not None:
-            raise trouble
-        return True
-
-    async def _note_failure(self, failures: Failures, training: Training, report: Plan) -> None:
-        """Writes the report of a failure that comes again and again, not of one that passes."""
-        now = self._clock().monotonic
-        if failures.note(training.key, now) and report.status != training.status:
-            with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
-                await self._write(training, report)
-                failures.note_written(training.key, now)
-
-    async def _note_success(self, training: Training) -> None:
-        with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
-            await self._write(training, unhindered(training, self._clock().wall))
-
-    async def _observe_training(self, training: Training) -> Observation:
-        """One that fails is raised; the status says so if it is not the first in a row."""
-        try:
-            observation = await self._observe_backend(training)
-        except (BackendError, Denied) as error:
-            report = out_of_reach(training, error, self._clock().wall)
-            await self._note_failure(self._failed_observations, training, report)
-            raise
-        self._failed_observations.clear(training.key)
-        return observation
-
-    async def _observe_backend(self, training: Training) -> Observation:
+    async def _observe(self, training: Training) -> Observation:
+        """Raises what the executor raises; the status says so from the second failure on."""
         rounds = self._rounds(training.uid)
         if training.status.is_released:
             return Observation(rounds=rounds)
-        executor = self._executors[training.executor]
+        try:
+            observation = await self._executors[training.executor].observe(training)
+        except (BackendError, Denied) as error:
+            report = report_unreachable(training, error, self._clock().wall)
+            await self._report(self._failed_observations, training, report)
+            raise
+        self._failed_observations.clear(training.key)
         if fault := self._faults.get(training.uid):
-            return _only_ranks(await executor.observe(training), fault)
-        observation = replace(await executor.observe(training), rounds=rounds)
+            return _only_ranks(observation, fault)
+        observation = replace(observation, rounds=rounds)
         if training.spec.stall_s is None:
             return observation
-        started = {
-            observed_rank.rank: observed_rank.started_at for observed_rank in observation.ranks
-        }
-        return with_quiet(training, observation, self._quiet_s(training.uid, started))
+        started = {rank.rank: rank.started_at for rank in observation.ranks}
+        return with_idle_times(training, observation, self._idle_s(training.uid, started))
 
     async def _write(self, training: Training, decision: Plan) -> Training:
         if decision.status == training.status:
@@ -197,18 +173,72 @@ class Reconciler:
         except StatusRefused:
             if training.deletion_requested_at is None:
                 raise
-            # Its record is to go: what the store will not keep is not needed, its end is.
+            # The record is to be deleted: its end matters, what the store refuses does not.
             self._unwritten[training.uid] = decision.status
             return replace(training, status=decision.status)
         self._unwritten.pop(training.uid, None)
         return stored
 
-    def _as_decided(self, training: Training) -> Training:
-        """The training that is being removed, with the status that its store refused to keep."""
-        status = self._unwritten.get(training.uid)
-        return training if status is None else replace(training, status=status)
+    async def _act(
+        self, training: Training, observation: Observation, actions: Sequence[Action]
+    ) -> bool:
+        """Followups first, then actions. False if the executor will never do one of them.
 
-    async def _whole(self, training: Training) -> Training:
+        An action may have to wait for a followup, as for the last pod of a rank to go. But a
+        followup that fails keeps no rank from being stopped: its error is raised at the end.
+        """
+        try:
+            error = await self._perform_followups(training, observation)
+            for action in actions:
+                if not await self._perform(training, action):
+                    return False
+            if error is not None:
+                raise error
+        except AtollError as error:
+            report = report_failing(training, error, self._clock().wall)
+            await self._report(self._failed_actions, training, report)
+            raise
+        self._failed_actions.clear(training.key)
+        if has_condition(training.status, BACKEND_FAILING) and Delete() not in actions:
+            with contextlib.suppress(Conflict, NotFound):  # then the next pass reports it
+                await self._write(training, report_working(training, self._clock().wall))
+        return True
+
+    async def _perform_followups(
+        self, training: Training, observation: Observation
+    ) -> AtollError | None:
+        """The first error; the next observation asks again for the followups after it."""
+        try:
+            for followup in observation.followups:
+                await self._executors[training.executor].perform(training, followup)
+        except AtollError as error:
+            return error
+        return None
+
+    async def _perform(self, training: Training, action: Action) -> bool:
+        """False if the executor will never do it."""
+        executor = self._executors[training.executor]
+        try:
+            match action:
+                case Apply(desired):
+                    await executor.apply(await self._with_code(training), desired)
+                case Measure():
+                    await executor.measure(training)
+                case Stop():
+                    await executor.release(training)
+                case Delete():
+                    await executor.purge(training)
+                    await self._store.remove(training)
+                    for memory in (self._faults, self._unwritten, self.keys):
+                        memory.pop(training.uid, None)
+        except Permanent as error:
+            if not isinstance(action, Apply) or action.desired.size == 0:
+                raise  # ranks may still run: their end is not known
+            self._faults[training.uid] = str(error)
+            return False
+        return True
+
+    async def _with_code(self, training: Training) -> Training:
         """With the code itself, where the store shows only its digest."""
         spec = training.spec
         if spec.source is not None and spec.source.is_digest:
@@ -219,43 +249,17 @@ class Reconciler:
             spec = replace(spec, code=code)
         return replace(training, spec=spec)
 
-    async def _perform_followups(
-        self, training: Training, observation: Observation
-    ) -> AtollError | None:
-        """The first error of a chore; the chores after it are left to the next look."""
-        try:
-            for followup in observation.followups:
-                await self._executors[training.executor].perform(training, followup)
-        except AtollError as error:
-            return error
-        return None
-
-    async def _act(self, training: Training, action: Action) -> bool:
-        """False when the action will never work; the next pass fails the training."""
-        executor = self._executors[training.executor]
-        try:
-            match action:
-                case Apply(desired):
-                    await executor.apply(await self._whole(training), desired)
-                case Measure():
-                    await executor.measure(training)
-                case Release():
-                    await executor.release(training)
-                case Forget():
-                    await executor.purge(training)
-                    await self._store.remove(training)
-                    for memory in (self._faults, self._unwritten, self.keys):
-                        memory.pop(training.uid, None)
-        except Permanent as error:
-            if not isinstance(action, Apply) or action.desired.size == 0:
-                raise  # what may still run has not ended
-            self._faults[training.uid] = str(error)
-            return False
-        return True
+    async def _report(self, failures: Failures, training: Training, report: Plan) -> None:
+        """Writes the report of a failure that lasts."""
+        now = self._clock().monotonic
+        if failures.add(training.key, now) and report.status != training.status:
+            with contextlib.suppress(Conflict, NotFound):  # then the next pass reports it
+                await self._write(training, report)
+                failures.set_reported(training.key, now)
 
 
 def _only_ranks(observation: Observation, fault: str) -> Observation:
-    """What counts of a look at a training that the executor will never run as it is asked to."""
+    """The part that counts once the executor refuses the training: its ranks, until they end."""
     return Observation(
         ranks=observation.ranks,
         desired=observation.desired,

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from atoll.core.model import Model
-from atoll.core.ranks import explained, in_ms
+from atoll.core.ranks import in_ms, with_explanation
 from atoll.core.reasons import ExitReason
 from atoll.core.status import AttemptStatus, Exit, Observation, RankStatus, Status
 
-KEPT = 20  # of one rank, before its newest
+MAX_ATTEMPTS = 20  # of one rank, before its newest
 MESSAGE_CHARS = 300
 TIMES = 10**6  # larger numbers of attempts are seconds since the epoch
 
@@ -26,7 +26,9 @@ class AttemptList(Model, frozen=True):
     items: list[AttemptStatus]
 
 
-def superseded(old: Status, new: Status, observation: Observation) -> tuple[AttemptStatus, ...]:
+def superseded_attempts(
+    old: Status, new: Status, observation: Observation
+) -> tuple[AttemptStatus, ...]:
     """The attempts that have a successor in `new` and had none in `old`."""
     before = {r.rank: r for r in (*old.ranks, *old.removed_ranks)}
     observed_ranks = {observed_rank.rank: observed_rank for observed_rank in observation.ranks}
@@ -55,7 +57,7 @@ def _end(was: RankStatus, rank: RankStatus) -> Exit:
 
 def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:
     """The attempt that the status of a rank shows."""
-    return ended_attempt(
+    return close_attempt(
         AttemptStatus(
             rank=rank.rank, attempt=rank.attempt, started_at=rank.started_at, host=rank.node
         ),
@@ -63,10 +65,10 @@ def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:
     )
 
 
-def ended_attempt(attempt: AttemptStatus, exit: Exit | None) -> AttemptStatus:
+def close_attempt(attempt: AttemptStatus, exit: Exit | None) -> AttemptStatus:
     if exit is None:
         return attempt
-    exit = explained(exit)
+    exit = with_explanation(exit)
     started_at = None if attempt.started_at is None else in_ms(attempt.started_at)
     return AttemptStatus(
         rank=attempt.rank,
@@ -100,13 +102,17 @@ def attempts_of(status: Status, stored: Iterable[AttemptStatus]) -> list[Attempt
     return attempts
 
 
-def newest_kept(attempts: Sequence[AttemptStatus], most: int | None = None) -> list[AttemptStatus]:
+def newest_attempts(
+    attempts: Sequence[AttemptStatus], most: int | None = None
+) -> list[AttemptStatus]:
     """Those to keep, in order of rank: `KEPT` of each rank, and `most` of all, the newest."""
     by_rank: dict[int, dict[int, AttemptStatus]] = {}
     for attempt in attempts:
         by_rank.setdefault(attempt.rank, {})[attempt.attempt] = attempt
-    kept = [own[number] for _, own in sorted(by_rank.items()) for number in sorted(own)[-KEPT:]]
-    if most is not None and len(kept) > most:
-        newest = sorted(kept, key=lambda a: a.ended_at or 0.0)[-most:]
-        kept = sorted(newest, key=lambda a: (a.rank, a.attempt))
-    return kept
+    attempts_left = [
+        own[number] for _, own in sorted(by_rank.items()) for number in sorted(own)[-MAX_ATTEMPTS:]
+    ]
+    if most is not None and len(attempts_left) > most:
+        newest = sorted(attempts_left, key=lambda a: a.ended_at or 0.0)[-most:]
+        attempts_left = sorted(newest, key=lambda a: (a.rank, a.attempt))
+    return attempts_left

@@ -67,7 +67,7 @@ def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:
     return has_floor(spec) and bench.phase != "Succeeded"
 
 
-def why_refused(spec: TrainingSpec, status: Status) -> tuple[str, str]:
+def check_floor(spec: TrainingSpec, status: Status) -> tuple[str, str]:
     """Reason and message if the link is below the floor or could not be measured; else empty."""
     floor, bench = spec.bench.require_gbps, status.bench
     if not has_floor(spec) or bench.phase not in DONE or status.gate_opened_at is not None:

@@ -66,30 +66,30 @@ class Bounds(NamedTuple):
 
     low: float
     high: float
-    is_whole: bool
+    is_integer: bool
     is_optional: bool = False
 
     @property
     def expected(self) -> str:
-        if self.is_whole:
+        if self.is_integer:
             return f"expected a whole number from {self.low} to {self.high}"
         return f"expected a number from {self.low:g} to {self.high:g}"
 
     def check(self, field: str, value: object) -> None:
         if value is None and self.is_optional:
             return
-        kind = int if self.is_whole else int | float
+        kind = int if self.is_integer else int | float
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         if not is_number or not self.low <= value <= self.high:  # type: ignore[operator]
             raise ValidationError(field, value, self.expected)
 
 
 def check_int(field: str, value: object, low: int, high: int) -> None:
-    Bounds(low, high, is_whole=True).check(field, value)
+    Bounds(low, high, is_integer=True).check(field, value)
 
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
-    Bounds(low, high, is_whole=False).check(field, value)
+    Bounds(low, high, is_integer=False).check(field, value)
 
 
 def bounds_of(annotation: Any) -> Bounds | None:
@@ -103,7 +103,7 @@ def bounds_of(annotation: Any) -> Bounds | None:
     kind, *extras = get_args(annotation)
     for extra in extras:
         if isinstance(extra, msgspec.Meta) and extra.ge is not None and extra.le is not None:
-            return Bounds(extra.ge, extra.le, is_whole=kind is int)
+            return Bounds(extra.ge, extra.le, is_integer=kind is int)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atoll.core.ranks import in_ms
-from atoll.core.status import Condition, ConditionStatus
+from atoll.core.status import Condition, ConditionStatus, Status
 
 
 def set_condition(
@@ -17,7 +17,7 @@ def set_condition(
     *,
     is_true: bool = True,
 ) -> list[Condition]:
-    """The conditions with this one in its place, or as the last if it is new."""
+    """The conditions with this one replaced, or added as the last."""
     by_type = {condition.type: condition for condition in conditions}
     status: ConditionStatus = "True" if is_true else "False"
     known = by_type.get(type)
@@ -35,3 +35,7 @@ def set_condition(
 def clear_condition(conditions: Iterable[Condition], *types: str) -> list[Condition]:
     """The conditions without those of these types."""
     return [condition for condition in conditions if condition.type not in types]
+
+
+def has_condition(status: Status, type: str) -> bool:
+    return any(condition.type == type for condition in status.conditions)

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from atoll.core.checks import check_name
-from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL, check_kind
-from atoll.core.fields import renamed
-from atoll.core.model import Model, named
+from atoll.core.fields import rename_fields
+from atoll.core.model import Model, convert, named
 from atoll.core.webhooks import WebhookConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -148,7 +147,7 @@ def options_of(kind: type[T], table: Mapping[str, Any]) -> T:
         return convert({names[name]: value for name, value in table.items()}, kind)
     except msgspec.ValidationError as error:
         refused = named(error, kind, {names[name]: value for name, value in table.items()})
-        raise renamed(refused, {wire: name for name, wire in names.items()}) from error
+        raise rename_fields(refused, {wire: name for name, wire in names.items()}) from error
 
 
 def _check_known(table: str, keys: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -10,11 +10,17 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
-from atoll.core.rank_ranges import some_spans
-from atoll.core.reasons import EXIT_REASONS, ExitReason, PhaseReason, meaning_of, why_ended
+from atoll.core.rank_ranges import limited_spans
+from atoll.core.reasons import (
+    EXIT_REASONS,
+    ExitReason,
+    PhaseReason,
+    describe_meaning,
+    describe_reason,
+)
 from atoll.core.status import (
     AttemptStatus,
     Event,
@@ -27,9 +33,9 @@ from atoll.core.status import (
 )
 
 TAIL_LINES = 10
-LINES_SHOWN = 20  # different ends in one text
-WAITS_SHOWN = 8  # different things that ranks wait for, in one text
-EACH_NAMED = 100  # failed ranks that an error names one by one
+MAX_LINES = 20  # different ends in one text
+MAX_WAITS = 8  # different things that ranks wait for, in one text
+MAX_NAMED = 100  # failed ranks that an error names one by one
 
 
 def events_between(old: Status, new: Status, now: float) -> tuple[Event, ...]:
@@ -56,7 +62,7 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
             ends.append((*_kind_of_end(rank), rank.rank, rank.exit))
     yield from _folded(ends)
     if started:
-        yield "Normal", "RanksStarted", f"started: {some_spans(started)}"
+        yield "Normal", "RanksStarted", f"started: {limited_spans(started)}"
     is_ending = new.reason in (PhaseReason.FAILING, PhaseReason.CANCELLING) or new.failing
     is_shrunk = old.phase is Phase.READY and new.phase is Phase.PENDING and not is_ending
     if is_shrunk and new.world.below_minimum:
@@ -70,7 +76,7 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     for words in new.warnings:
         if words not in old.warnings:
             yield "Warning", "TrainingWarning", words
-    yield from _beside_the_ranks(old, new)
+    yield from _other_changes(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
     if new.phase is not old.phase:
@@ -82,7 +88,7 @@ def _exits_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
     return (None, None) if was is None else (was.exit, was.previous_exit)
 
 
-def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
+def _other_changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     was, mesh = old.mesh.state if old.mesh else MeshState.PENDING, new.mesh
     if mesh is not None and mesh.state not in (was, MeshState.PENDING):
         kind: EventType = "Warning" if mesh.state is MeshState.DEGRADED else "Normal"
@@ -138,9 +144,9 @@ def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank, ended in ends:
         groups.setdefault(_exit_text(ended), []).append(rank)
-    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
-    if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
-        lines.append(f"{describe_ranks(rest)}: in {len(groups) - LINES_SHOWN} other ways")
+    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:MAX_LINES]]
+    if rest := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
+        lines.append(f"{describe_ranks(rest)}: in {len(groups) - MAX_LINES} other ways")
     return lines
 
 
@@ -149,16 +155,16 @@ def waiting_lines(ranks: Iterable[RankStatus]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.phase == "Pending":
-            groups.setdefault(visible(rank.message) or "starting", []).append(rank.rank)
-    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:WAITS_SHOWN]]
-    if rest := [rank for own in list(groups.values())[WAITS_SHOWN:] for rank in own]:
-        others = len(groups) - WAITS_SHOWN
+            groups.setdefault(escape_control(rank.message) or "starting", []).append(rank.rank)
+    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:MAX_WAITS]]
+    if rest := [rank for own in list(groups.values())[MAX_WAITS:] for rank in own]:
+        others = len(groups) - MAX_WAITS
         lines.append(f"{describe_ranks(rest)}: wait for {others} other things")
     return lines
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {limited_spans(ranks)}"
 
 
 def describe_exit(ended: Exit | RankExit) -> str:
@@ -170,7 +176,7 @@ def describe_exit(ended: Exit | RankExit) -> str:
         text = f"was killed by {_describe_signal(ended.signal)}, exit code {code}"
     else:
         text = f"exited with code {code}"
-    why = visible(why_ended(reason, ended.message))
+    why = escape_control(describe_reason(reason, ended.message))
     return f"{text}: {why}" if why else text
 
 
@@ -209,8 +215,8 @@ def _exit_text(ended: Exit | RankExit) -> str:
     text = f"exit_code={'unknown' if code is None else code} reason={reason}"
     if ended.signal:
         text += f" signal={ended.signal}"
-    why = why_ended(reason, ended.message) if reason in EXIT_REASONS else ended.message
-    return f"{text}: {visible(why)}" if why else text
+    why = describe_reason(reason, ended.message) if reason in EXIT_REASONS else ended.message
+    return f"{text}: {escape_control(why)}" if why else text
 
 
 def describe_end(training: Training) -> str:
@@ -234,7 +240,7 @@ def describe_cause(status: Status) -> str:
         return ""
     times = cause.restart_count
     restarts = f"after {times} restart{'' if times == 1 else 's'}" if times else ""
-    alike = ranks_alike(status)
+    alike = ranks_with_same_failure(status)
     if len(alike) == 1:
         after = f" {restarts}" if restarts else ""
         return f"rank {cause.rank} failed first{after}: it {describe_exit(cause)}"
@@ -242,12 +248,14 @@ def describe_cause(status: Status) -> str:
     return f"{_who(alike, status)} failed alike: {_failure_text(cause)} ({first})"
 
 
-def ranks_alike(status: Status) -> list[int]:
+def ranks_with_same_failure(status: Status) -> list[int]:
     """The ranks that failed as the root cause did, that one included."""
     cause = status.root_cause
     if cause is None:
         return []
-    return [e.rank for e in status.rank_exits if e.rank == cause.rank or _is_alike(e, cause)]
+    return [
+        e.rank for e in status.rank_exits if e.rank == cause.rank or _has_same_failure(e, cause)
+    ]
 
 
 def describe_others(status: Status) -> list[str]:
@@ -255,7 +263,7 @@ def describe_others(status: Status) -> list[str]:
 
     `rank 2 failed after it: ConnectionError: …`, `ranks 4-7 were stopped by atoll`.
     """
-    cause, alike = status.root_cause, set(ranks_alike(status))
+    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
     groups: dict[str, list[int]] = {}
     for ended in status.rank_exits:
         if ended.rank in alike or not ended.is_failure:
@@ -264,9 +272,9 @@ def describe_others(status: Status) -> list[str]:
         text = f"failed{after}: {_failure_text(ended)}"
         groups.setdefault("" if is_stopped_by_atoll(ended) else text, []).append(ended.rank)
     stopped = groups.pop("", [])
-    lines = [f"{describe_ranks(own)} {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
-    if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
-        lines.append(f"{describe_ranks(rest)} failed in {len(groups) - LINES_SHOWN} other ways")
+    lines = [f"{describe_ranks(own)} {text}" for text, own in list(groups.items())[:MAX_LINES]]
+    if rest := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
+        lines.append(f"{describe_ranks(rest)} failed in {len(groups) - MAX_LINES} other ways")
     if stopped:
         verb = "was" if len(stopped) == 1 else "were"
         lines.append(f"{describe_ranks(stopped)} {verb} stopped by atoll")
@@ -278,7 +286,7 @@ def is_stopped_by_atoll(ended: RankExit) -> bool:
     return ended.termination_reason == ExitReason.STOPPED
 
 
-def _is_alike(ended: RankExit, cause: RankExit) -> bool:
+def _has_same_failure(ended: RankExit, cause: RankExit) -> bool:
     is_own = ended.is_failure and not is_stopped_by_atoll(ended)
     return is_own and _failure_text(ended) == _failure_text(cause)
 
@@ -286,7 +294,7 @@ def _is_alike(ended: RankExit, cause: RankExit) -> bool:
 def _failure_text(ended: RankExit) -> str:
     """The exception that ended a rank, or else how it ended."""
     if ended.termination_reason == ExitReason.ERROR and ended.message:
-        return visible(ended.message)
+        return escape_control(ended.message)
     return describe_exit(ended)
 
 
@@ -302,31 +310,31 @@ def describe_failure(training: Training) -> str:
     bad = [ended for ended in status.rank_exits if ended.is_failure]
     if cause is not None:
         bad.sort(key=lambda ended: ended.rank != cause.rank)
-    if len(bad) <= EACH_NAMED:
+    if len(bad) <= MAX_NAMED:
         reasons = [exit_line(ended.rank, ended) for ended in bad]
     else:
         reasons = exit_lines((ended.rank, ended) for ended in bad)
     if cause is None and (status.phase is Phase.FAILED or not reasons):
         reasons.insert(0, describe_phase(status))  # no rank is to blame
-    if len(ranks_alike(status)) > 1:
+    if len(ranks_with_same_failure(status)) > 1:
         reasons.insert(0, describe_cause(status))
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
-        text += "".join(f"\n  {visible(line)}" for line in cause.log_tail[-TAIL_LINES:])
+        text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])
     return text
 
 
 def describe_phase(status: Status) -> str:
     """Why a training is in its phase: its message, or else the meaning of its reason."""
-    why = status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
-    return visible(why)
+    why = status.message or describe_meaning(status.reason, PhaseReason) or status.phase.value
+    return escape_control(why)
 
 
 def describe_status(status: Status) -> str:
     """A status in one sentence."""
     world = status.world
-    if len(ranks_alike(status)) > 1:
+    if len(ranks_with_same_failure(status)) > 1:
         return describe_cause(status)
     if status.root_cause is not None:
         return exit_line(status.root_cause.rank, status.root_cause)

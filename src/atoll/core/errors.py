@@ -37,7 +37,7 @@ class AtollError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks show: not the frames of atoll and of the libraries below it."""
-        from atoll.core.frames import short_traceback
+        from atoll.core.html import short_traceback
 
         return short_traceback(self)
 
@@ -46,7 +46,7 @@ class ValidationError(AtollError, ValueError):
     """A value was refused before anything happened."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: {abbreviated(value)} is not valid: {expected}")
+        super().__init__(f"{field}: {abbreviate(value)} is not valid: {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -175,22 +175,22 @@ class StatusRefused(Permanent):
     """The store will not keep this status; what it says may still be acted upon."""
 
 
-SHOWN = 80
+MAX_REPR_CHARS = 80
 
 
-def abbreviated(value: object) -> str:
+def abbreviate(value: object) -> str:
     """The beginning of its repr. Costs the same however large the value is."""
     text = repr(_head(value))
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= MAX_REPR_CHARS else text[: MAX_REPR_CHARS - 3] + "..."
 
 
 def _head(value: object) -> object:
     if isinstance(value, str | bytes):
-        return value if len(value) <= SHOWN else value[: SHOWN + 1]
-    if isinstance(value, list | tuple) and len(value) > SHOWN:
-        return [_head(item) for item in value[:SHOWN]]
+        return value if len(value) <= MAX_REPR_CHARS else value[: MAX_REPR_CHARS + 1]
+    if isinstance(value, list | tuple) and len(value) > MAX_REPR_CHARS:
+        return [_head(item) for item in value[:MAX_REPR_CHARS]]
     if isinstance(value, list):
         return [_head(item) for item in value]
     if isinstance(value, dict):
-        return {key: _head(value[key]) for key in list(value)[:SHOWN]}
+        return {key: _head(value[key]) for key in list(value)[:MAX_REPR_CHARS]}
     return value

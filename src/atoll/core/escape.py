@@ -21,12 +21,12 @@ _SEQUENCE = re.compile(
 )
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""The text on one line, with control characters as Python writes them: `\x1b`, `\n`."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def colours_only(line: str) -> str:
+def keep_colours(line: str) -> str:
     """A line with its colours, which end with it, and without other control characters."""
     if not _SEQUENCE.search(line):
         return line

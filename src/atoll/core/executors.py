@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 # Conditions of a training whose executor is not configured, or does not answer.
-MISSING = "ExecutorMissing"
-UNREACHABLE = "ExecutorUnreachable"
+EXECUTOR_MISSING = "ExecutorMissing"
+EXECUTOR_UNREACHABLE = "ExecutorUnreachable"
 
 KINDS = {
     LOCAL: "atoll.backends.local.executor:LocalBackend",
@@ -56,10 +56,10 @@ class ExecutorList(Model, frozen=True):
     message: str = ""
 
 
-def absence(training: Training) -> str:
-    """MISSING or UNREACHABLE; nothing while its executor is there."""
-    kinds = (condition.type for condition in training.status.conditions)
-    return next((kind for kind in kinds if kind in (MISSING, UNREACHABLE)), "")
+def executor_problem(training: Training) -> str:
+    """EXECUTOR_MISSING or EXECUTOR_UNREACHABLE; empty while its executor is available."""
+    problems = (EXECUTOR_MISSING, EXECUTOR_UNREACHABLE)
+    return next((c.type for c in training.status.conditions if c.type in problems), "")
 
 
 def check_kind(field: str, kind: object) -> None:

@@ -60,7 +60,7 @@ ON_WIRE: Mapping[str, str] = dict(_names())
 IN_PYTHON: Mapping[str, str] = {wire: python for python, wire in ON_WIRE.items()}
 
 
-def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
+def rename_fields(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
     """The same error with the fields under these names. A field not among them keeps its name."""
 
     def renamed_word(match: re.Match[str]) -> str:
@@ -70,10 +70,10 @@ def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError
         return word if is_plain else names.get(word, word)
 
     expected = _WORD.sub(renamed_word, error.expected)
-    return ValidationError(_named(error.field, names), error.value, expected)
+    return ValidationError(_rename_field(error.field, names), error.value, expected)
 
 
-def _named(field: str, names: Mapping[str, str]) -> str:
+def _rename_field(field: str, names: Mapping[str, str]) -> str:
     """The new name of a field, or of a part of one: `nccl_env.A`, `gpu_models[0]`."""
     for end in [len(field), *(at for at in range(len(field))[::-1] if field[at] in ".[")]:
         known, rest = field[:end], field[end:]

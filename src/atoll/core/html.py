@@ -1,7 +1,6 @@
-"""Trainings, worlds, exits and log lines as notebooks show them. Pure.
+"""How notebooks show trainings, worlds, exits, log lines and errors. Pure.
 
-What ranks print, report and are called is only ever text here: it is escaped, and control
-characters are shown as such.
+Text from ranks is untrusted: it is escaped, and control characters are made visible.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 
 if TYPE_CHECKING:
     from atoll.core.metrics import LatestMetric
@@ -28,12 +27,16 @@ COLOURS = {
     "cancelled": "#5f6975",
 }
 SHAPES = {"pending": "◌", "ready": "●", "succeeded": "✓", "failed": "✕", "cancelled": "⊟"}
-MOST_RANKS = 16
-MOST_ROWS = 60
-MOST_LINES = 500
+# A notebook keeps its output in the file: a table that fills a screen or two, not megabytes.
+MAX_RANKS = 16
+MAX_ROWS = 60
+MAX_LINES = 500
+MAX_FRAMES = 5
+ALL_FRAMES = "(all frames: import sys, traceback; traceback.print_exception(sys.last_value))"
+_PACKAGE = __file__.rsplit("/", 2)[0]  # the directory of atoll
 
 
-class ShownList(list[T]):
+class HtmlList(list[T]):
     """A list that notebooks show as a table."""
 
     def __init__(self, items: Iterable[T], html: Callable[[Sequence[T]], str]) -> None:
@@ -46,7 +49,7 @@ class ShownList(list[T]):
 
 def text(value: object) -> str:
     """Any text as harmless markup."""
-    return visible(str(value)).translate(MARKUP)
+    return escape_control(str(value)).translate(MARKUP)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -83,9 +86,9 @@ def exits_html(exits: Sequence[RankExit]) -> str:
             text(ended.host or "–"),
             str(ended.restart_count),
         )
-        for ended in exits[:MOST_ROWS]
+        for ended in exits[:MAX_ROWS]
     ]
-    shown = table(("rank", "end", "host", "restarts"), rows) + _more(len(exits), MOST_ROWS)
+    shown = table(("rank", "end", "host", "restarts"), rows) + _more(len(exits), MAX_ROWS)
     if len(exits) == 1 and exits[0].log_tail:
         shown += lines_text_html(exits[0].log_tail)
     return shown
@@ -100,8 +103,8 @@ def line_html(line: LogLine) -> str:
 
 
 def lines_html(lines: Sequence[LogLine]) -> str:
-    shown = "\n".join(f"<b>[{line.rank}]</b> {text(line.text)}" for line in lines[-MOST_LINES:])
-    before = len(lines) - MOST_LINES
+    shown = "\n".join(f"<b>[{line.rank}]</b> {text(line.text)}" for line in lines[-MAX_LINES:])
+    before = len(lines) - MAX_LINES
     note = f"<p>{before:,} earlier lines are not shown</p>" if before > 0 else ""
     return f'{note}<pre style="max-height:30em;overflow:auto">{shown}</pre>'
 
@@ -119,10 +122,10 @@ def ranks_html(ranks: Sequence[RankStatus]) -> str:
             str(r.restarts),
             text(r.message[:200]),
         )
-        for r in sorted(order[:MOST_RANKS], key=lambda r: r.rank)
+        for r in sorted(order[:MAX_RANKS], key=lambda r: r.rank)
     ]
     header = ("rank", "state", "host", "restarts", "message")
-    return table(header, rows) + _more(len(ranks), MOST_RANKS)
+    return table(header, rows) + _more(len(ranks), MAX_RANKS)
 
 
 def _more(count: int, most: int) -> str:
@@ -182,7 +185,7 @@ def trainings_html(trainings: Sequence[Any]) -> str:
     from atoll.core.describe import describe_end, describe_status
 
     rows = []
-    for handle in trainings[:MOST_ROWS]:
+    for handle in trainings[:MAX_ROWS]:
         training: Training = handle.last
         status = training.status
         words = describe_end(training) if status.phase.is_terminal else describe_status(status)
@@ -196,4 +199,35 @@ def trainings_html(trainings: Sequence[Any]) -> str:
             )
         )
     header = ("name", "phase", "ready", "what it is doing", "where")
-    return table(header, rows) + _more(len(trainings), MOST_ROWS)
+    return table(header, rows) + _more(len(trainings), MAX_ROWS)
+
+
+def short_traceback(error: BaseException) -> list[str]:
+    """Lines for `_render_traceback_`: the error, then the calls in the user's own code."""
+    import traceback  # slow to import, and only needed when something failed
+
+    hint = getattr(error, "hint", None)
+    lines = [*f"{type(error).__name__}: {error}".split("\n"), *getattr(error, "__notes__", ())]
+    if hint:
+        lines.append(str(hint))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
+    where = [
+        f"  {_cell_or_path(frame.filename)}, line {frame.lineno}: {(frame.line or '').strip()}"
+        for frame in frames[-MAX_FRAMES:]
+    ]
+    return [*map(escape_control, lines), *map(escape_control, where), ALL_FRAMES]
+
+
+def _is_inner(filename: str) -> bool:
+    """Whether a frame is atoll's, a library's or Python's own."""
+    parts = filename.replace("\\", "/")
+    return (
+        filename.startswith((_PACKAGE, "<frozen"))
+        or "/site-packages/" in parts
+        or "/lib/python3." in parts
+    )
+
+
+def _cell_or_path(filename: str) -> str:
+    is_cell = "ipykernel_" in filename or filename.startswith("<ipython-input")
+    return "cell" if is_cell else filename

@@ -6,21 +6,27 @@ client can read a new server. Unset is `None`; `[]` means none of them.
 
 from __future__ import annotations
 
+import functools
 import re
+from _thread import allocate_lock
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from atoll.core.checks import bounds_of
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 
 T = TypeVar("T")
+# msgspec 0.22 shows what it knows of a Struct to other threads before it has filled that in: two
+# threads that decode, convert to, or create a decoder of related types for the first time crash the
+# process (SIGSEGV). Structs share the types of their fields, so one lock serves all. A decoder that
+# exists may be used by several threads.
+_MAKING = allocate_lock()
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What was seen: unknown fields are accepted."""
+    """The base of statuses: unknown fields are accepted."""
 
 
 class SpecModel(
@@ -31,7 +37,7 @@ class SpecModel(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What was asked for: unknown fields are refused.
+    """The base of specs: unknown fields are refused.
 
     `option_prefix` is what options of `deploy_distributed` have before the names of these fields.
     """
@@ -135,3 +141,29 @@ def _at(path: str, value: Any) -> Any:
         except (LookupError, TypeError):
             return None
     return value
+
+
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """The JSON decoder of a type. Modules create theirs when they load."""
+    decoder: msgspec.json.Decoder[T] = _decoder_of(msgspec.json.Decoder, kind)
+    return decoder
+
+
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """The msgpack decoder of a type."""
+    decoder: msgspec.msgpack.Decoder[T] = _decoder_of(msgspec.msgpack.Decoder, kind)
+    return decoder
+
+
+def convert(value: Any, kind: type[T], *, is_strict: bool = True) -> T:
+    """Converts plain values. Raises msgspec.ValidationError."""
+    _decoder_of(msgspec.json.Decoder, kind)
+    return msgspec.convert(value, kind, strict=is_strict)
+
+
+def _make(decoder: Any, kind: Any) -> Any:
+    with _MAKING:
+        return decoder(kind)
+
+
+_decoder_of: Any = functools.cache(_make)

@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.core.attempts import superseded
+from atoll.core.attempts import superseded_attempts
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
-from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
+from atoll.core.bench import bench_after, bench_over, check_floor, holds_start, must_measure
 from atoll.core.clock import STEP_S, Now
 from atoll.core.conditions import set_condition
 from atoll.core.describe import describe_status, events_between
 from atoll.core.errors import UDTerminalState
-from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase, Tally, advance
-from atoll.core.rank_ranges import some_spans
+from atoll.core.rank_ranges import limited_spans
 from atoll.core.ranks import (
     classify,
     final_exits,
@@ -30,9 +29,12 @@ from atoll.core.ranks import (
     merge_ranks,
     root_cause_of,
     waiting_message,
+    with_bounded_ends,
+    with_bounded_messages,
+    with_texts_of,
 )
 from atoll.core.reasons import PhaseReason
-from atoll.core.spec import WorldSize
+from atoll.core.spec import WorldSize, may_start
 from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (
     AttemptStatus,
@@ -47,18 +49,17 @@ from atoll.core.status import (
     WorldPoint,
     WorldStatus,
 )
-from atoll.core.texts import with_bounded_ends, with_bounded_messages, with_texts_of
 from atoll.core.warnings import CONDITION, WARNED, find_warnings, merge_warnings
 
 STALE_S = 3.0  # how late an observation may be
-HISTORY_KEPT = 100
+MAX_HISTORY = 100
 
 
 class Apply(NamedTuple):
     desired: DesiredState
 
 
-class Release(NamedTuple):
+class Stop(NamedTuple):
     pass
 
 
@@ -66,11 +67,11 @@ class Measure(NamedTuple):
     """The link between two hosts, beside the ranks."""
 
 
-class Forget(NamedTuple):
+class Delete(NamedTuple):
     """Removes the logs and the record as well."""
 
 
-Action = Apply | Measure | Release | Forget
+Action = Apply | Measure | Stop | Delete
 
 
 class Plan(NamedTuple):
@@ -85,11 +86,11 @@ def plan(training: Training, observation: Observation, time: Now) -> Plan:
     """The status after `seen`, the actions to perform, and when to observe again at the latest."""
     now = _now(training.status, observation, time)
     if training.status.phase.is_terminal:
-        return _after_the_end(training, observation, now)
-    original, training = training, _within_reach(training, observation)
-    status = _observed(training, observation, now)
-    status, actions = _decided(training, status, observation, now)
-    status = _concluded(training, status, observation, now)
+        return _plan_after_end(training, observation, now)
+    original, training = training, _with_reachable_target(training, observation)
+    status = _merge_observation(training, observation, now)
+    status, actions = _decide(training, status, observation, now)
+    status = _conclude(training, status, observation, now)
     if must_measure(training.spec, status, observation):
         actions = (*actions, Measure())
     if status.phase.is_terminal:
@@ -102,7 +103,7 @@ def plan(training: Training, observation: Observation, time: Now) -> Plan:
         actions,
         events,
         _requeue_after_s(training, status, observation, now),
-        superseded(training.status, status, observation),
+        superseded_attempts(training.status, status, observation),
     )
 
 
@@ -116,14 +117,14 @@ def _started_monotonic(status: Status, what: str, wall: float) -> float:
     return status.started_monotonic.get(what, wall)
 
 
-def _counting(status: Status, what: str, now: Now) -> dict[str, float]:
+def _with_monotonic(status: Status, what: str, now: Now) -> dict[str, float]:
     """With the steady time of something that happens now, where it is not that of the wall."""
     if now.monotonic == now.wall:
         return status.started_monotonic
     return {**status.started_monotonic, what: now.monotonic}
 
 
-def _observed(training: Training, observation: Observation, now: Now) -> Status:
+def _merge_observation(training: Training, observation: Observation, now: Now) -> Status:
     """The status with its ranks as observed, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
     merged = with_bounded_ends(
@@ -150,9 +151,9 @@ def _observed(training: Training, observation: Observation, now: Now) -> Status:
     bench_from = _started_monotonic(old, "bench", old.bench.started_at or now.monotonic)
     bench = bench_after(training, old.bench, observation, now.wall, now.monotonic - bench_from)
     if old.phase is Phase.NONE:
-        old = replace(old, started_monotonic=_counting(old, "created", now))
+        old = replace(old, started_monotonic=_with_monotonic(old, "created", now))
     if bench.started_at is not None and old.bench.started_at is None:
-        old = replace(old, started_monotonic=_counting(old, "bench", now))
+        old = replace(old, started_monotonic=_with_monotonic(old, "bench", now))
     status = replace(
         old,
         ranks=[
@@ -172,26 +173,26 @@ def _observed(training: Training, observation: Observation, now: Now) -> Status:
         warnings=merge_warnings(old.warnings, find_warnings(training, ranks, observation.rounds)),
         clock_skew=old.clock_skew if abs(skew - old.clock_skew) <= STEP_S else round(skew, 3),
     )
-    is_first = _let_go_at(old, observation) is None
-    let_go_at = _let_go_at(status, observation)
+    is_first = _released_at(old, observation) is None
+    let_go_at = _released_at(status, observation)
     if is_first and let_go_at is not None and abs(skew) > STEP_S:
         counted = {**status.started_monotonic, "let go": let_go_at - skew}
         status = replace(status, started_monotonic=counted)
     return status
 
 
-def _decided(
+def _decide(
     training: Training, status: Status, observation: Observation, now: Now
 ) -> tuple[Status, tuple[Action, ...]]:
     """Decides to stop, start or resize, and whether the training must fail."""
     world = training.spec.world_size
     is_cancelling = training.is_cancelling
-    if not status.failing and (not is_cancelling or _has_fallen(status, world)):
+    if not status.failing and (not is_cancelling or _has_failed_by_itself(status, world)):
         reason, message = _reason_to_fail(training, status, observation, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
-        is_held = observation.desired is not None and _alive(status, observation, now) > 0
-        return _asking(status, observation, 0, now) if is_held else (status, ())
+        is_launched = observation.desired is not None and _alive(status, observation, now) > 0
+        return _request(status, observation, 0, now) if is_launched else (status, ())
     if status.gate_opened_at is None and not _may_start(training, status, observation, now):
         return status, ()
     if status.gate_opened_at is None and not observation.has_gate:
@@ -199,10 +200,10 @@ def _decided(
     if observation.desired is None and status.has_run:
         return status, ()  # the wish is late or lost; asking again would start ranks twice
     size = world.target if observation.capacity is None else min(world.target, observation.capacity)
-    return _asking(status, observation, size, now) if size else (status, ())
+    return _request(status, observation, size, now) if size else (status, ())
 
 
-def _has_fallen(status: Status, world: WorldSize) -> bool:
+def _has_failed_by_itself(status: Status, world: WorldSize) -> bool:
     """Whether all ranks ended by themselves and too many failed: there is nothing to cancel."""
     if status.desired is not None and status.desired.size == 0:
         return False  # they were told to stop before
@@ -211,7 +212,7 @@ def _has_fallen(status: Status, world: WorldSize) -> bool:
     return len(ended) == len(ranks) and sum(map(is_lost, ended)) > world.target - world.min
 
 
-def _asking(
+def _request(
     status: Status, observation: Observation, size: int, now: Now
 ) -> tuple[Status, tuple[Action, ...]]:
     """Records the wish for `size` ranks, and applies it unless the executor already has it."""
@@ -231,11 +232,11 @@ def _asking(
         desired_at=now.monotonic if observation.desired is None else status.desired_at,
     )
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
-    is_kept = observation.desired == desired and (observation.is_supervised or not is_work_left)
-    return status, () if is_kept else (Apply(desired),)
+    is_applied = observation.desired == desired and (observation.is_supervised or not is_work_left)
+    return status, () if is_applied else (Apply(desired),)
 
 
-def _concluded(training: Training, status: Status, observation: Observation, now: Now) -> Status:
+def _conclude(training: Training, status: Status, observation: Observation, now: Now) -> Status:
     """The status with phase, world, messages and conditions; with the exits at the end."""
     old, world = training.status, training.spec.world_size
     wanted = [r for r in status.ranks if r.rank < world.target and not is_lost(r)]
@@ -273,7 +274,7 @@ def _concluded(training: Training, status: Status, observation: Observation, now
             status,
             stalled={},
             ended_at=now.wall,
-            started_monotonic=_counting(status, "ended", now),
+            started_monotonic=_with_monotonic(status, "ended", now),
             bench=bench_over(training.spec, status.bench, now.wall),
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
@@ -283,7 +284,7 @@ def _concluded(training: Training, status: Status, observation: Observation, now
     return _with_history(old, status, now.wall)
 
 
-def _after_the_end(training: Training, observation: Observation, now: Now) -> Plan:
+def _plan_after_end(training: Training, observation: Observation, now: Now) -> Plan:
     """Releases what the training holds, then removes the record in time. Its phase stays."""
     status, spec = training.status, training.spec
     # The last reports of ranks come after their ends.
@@ -307,18 +308,18 @@ def _after_the_end(training: Training, observation: Observation, now: Now) -> Pl
             or observation.is_supervised
             or is_measuring
         ):
-            return Plan(status, (Release(),), requeue_after_s=0.0)
+            return Plan(status, (Stop(),), requeue_after_s=0.0)
         return Plan(replace(status, is_released=True), requeue_after_s=0.0)
     if training.deletion_requested_at is not None:
-        return Plan(status, (Forget(),))
+        return Plan(status, (Delete(),))
     if spec.ttl_seconds is None:
         return Plan(status)
     ended_at = _started_monotonic(status, "ended", status.ended_at or 0.0)
     left = ended_at + spec.ttl_seconds - now.monotonic
-    return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
+    return Plan(status, (Delete(),)) if left <= 0 else Plan(status, requeue_after_s=left)
 
 
-def _within_reach(training: Training, observation: Observation) -> Training:
+def _with_reachable_target(training: Training, observation: Observation) -> Training:
     """The training with a target it can reach: a scale-up may arrive after all ranks have ended."""
     world = training.spec.world_size
     if (
@@ -354,10 +355,10 @@ def _reason_to_fail(
     if left is not None and left <= 0:
         words = f"still running {spec.deadline_s:g} s after the start"
         return PhaseReason.DEADLINE_EXCEEDED, words
-    return why_refused(spec, status)
+    return check_floor(spec, status)
 
 
-def _let_go_at(status: Status, observation: Observation) -> float | None:
+def _released_at(status: Status, observation: Observation) -> float | None:
     """When ranks were let go, by the executor's clock: by its gate, or by being started."""
     return status.gate_opened_at if observation.has_gate else status.started_at
 
@@ -367,7 +368,7 @@ def _deadline_in_s(
 ) -> float | None:
     """It is over when the executor's clock and the steady one both say so: neither a clock that was
     set counts, nor a machine that was off."""
-    let_go_at, deadline_s = _let_go_at(status, observation), training.spec.deadline_s
+    let_go_at, deadline_s = _released_at(status, observation), training.spec.deadline_s
     if let_go_at is None or deadline_s is None:
         return None
     monotonic = _started_monotonic(status, "let go", let_go_at)
@@ -434,11 +435,11 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     if status.warnings:
         wanted.append((CONDITION, True, WARNED, "; ".join(status.warnings)))
     if lost:
-        message = f"lost for good: {some_spans(lost)}"
+        message = f"lost for good: {limited_spans(lost)}"
         wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))
     ranks = (*status.ranks, *status.removed_ranks)
-    if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_backends_word]:
-        message = f"the executor reported the exits of {some_spans(silent)}: they left no record"
+    if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_from_backend]:
+        message = f"the executor reported the exits of {limited_spans(silent)}: they left no record"
         wanted.append(("ExitsFromBackend", True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message
@@ -461,7 +462,7 @@ def _with_history(old: Status, status: Status, now: float) -> Status:
     was, world = old.world, status.world
     if (was.target, was.ready) != (world.target, world.ready):
         point = WorldPoint(at=now, target=world.target, ready=world.ready)
-        history = [*status.world_size_history, point][-HISTORY_KEPT:]
+        history = [*status.world_size_history, point][-MAX_HISTORY:]
         status = replace(status, world_size_history=history)
     if was.target and was.target != world.target:
         resize = Resize(from_target=was.target, to_target=world.target, at=now)

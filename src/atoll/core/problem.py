@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core import errors
-from atoll.core.fields import IN_PYTHON, ON_WIRE, renamed
+from atoll.core.fields import IN_PYTHON, ON_WIRE, rename_fields
 from atoll.core.model import Model
 
 PREFIX = "urn:atoll:"
@@ -41,7 +41,7 @@ _Maker = Callable[[Problem], errors.AtollError]
 _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
     errors.ValidationError: (
         ("field", "expected"),
-        lambda p: renamed(
+        lambda p: rename_fields(
             errors.ValidationError(p.field or "", PrintedValue(p.value or ""), p.expected or ""),
             IN_PYTHON,
         ),
@@ -79,13 +79,13 @@ class PrintedValue(str):
 def problem_of(error: errors.AtollError, status: int) -> Problem:
     """The problem details of an error, with field names as on the wire."""
     if isinstance(error, errors.ValidationError):
-        error = renamed(error, ON_WIRE)
+        error = rename_fields(error, ON_WIRE)
     kind = next((kind for kind in type(error).__mro__ if kind in _TABLE), None)
     if kind is None:
         return Problem(title=type(error).__name__, status=status, detail=str(error))
     carried = {name: getattr(error, name) for name in _TABLE[kind][0]}
     if isinstance(error, errors.ValidationError):
-        carried["value"] = errors.abbreviated(error.value)
+        carried["value"] = errors.abbreviate(error.value)
     return Problem(
         type=f"{PREFIX}{kind.__name__}",
         title=kind.__name__,

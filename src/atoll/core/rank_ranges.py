@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-SPANS_SHOWN = 50  # ranges in a sentence
+MAX_SPANS = 50  # ranges in a sentence
 
 
 def spans(ranks: Iterable[int]) -> str:
@@ -12,7 +12,7 @@ def spans(ranks: Iterable[int]) -> str:
     return ", ".join(_text(span) for span in _runs(ranks))
 
 
-def some_spans(ranks: Iterable[int], most: int = SPANS_SHOWN) -> str:
+def limited_spans(ranks: Iterable[int], most: int = MAX_SPANS) -> str:
     """The same for a sentence, which names the first ranges and counts the ranks after them."""
     runs = list(_runs(ranks))
     text = ", ".join(_text(span) for span in runs[:most])

@@ -6,12 +6,12 @@ the one rank that made a training fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
 from atoll.core.describe import describe_exit
-from atoll.core.exceptions import exception_in
 from atoll.core.reasons import ExitReason, PhaseReason
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
@@ -24,9 +24,23 @@ from atoll.core.status import (
     Status,
 )
 
-LOST_AFTER_S = 3.0  # a rank that ran and is not seen any more is given up after this
-# Failures closer together than this have one cause: peers fail because the first one did.
+# A running rank that no observation shows is given up after this: longer than an observation may
+# be late (`plan.STALE_S`), short enough that a lost host is noticed within 5 s.
+LOST_AFTER_S = 3.0
+# Failures closer together than this have one cause: peers fail because the first one did. NCCL and
+# gloo give up on a lost peer within seconds to half a minute.
 CASCADE_S = 60.0
+# Text of all ranks in one status, of their ends and of what they wait for: a Kubernetes object may
+# have 1.5 MB, and thousands of ranks may each end with different lines.
+MAX_TEXT_BYTES = 64 * 1024
+MAX_EXCEPTION_CHARS = 500  # of the last line of a traceback; some print whole tensors
+OMITTED = "omitted: too many ranks wait for different things"
+
+_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+_FRAME = re.compile(r'Traceback \(most recent call last\):|  File ".*", line \d+')
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(:\s.*)?")
+# Of torchrun's report on a process that printed nothing when it ended.
+_SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(SIG\w+\) received by PID \d+)")
 
 
 def merge_ranks(
@@ -252,3 +266,100 @@ def final_record(rank: RankStatus, *, collateral: bool) -> RankExit:
         message=ended.message,
         log_tail=ended.log_tail,
     )
+
+
+class TextBudget:
+    """Counts the bytes of texts up to a limit. A text that several ranks share counts once."""
+
+    def __init__(self, max_bytes: int = MAX_TEXT_BYTES) -> None:
+        self._left = max_bytes
+        self._known: set[str] = set()
+
+    def takes(self, *texts: str) -> bool:
+        """Whether these fit, too; if they do, they are counted."""
+        news = {text for text in texts if text not in self._known}
+        cost = sum(len(text.encode(errors="replace")) for text in news)
+        if cost > self._left:
+            return False
+        self._left -= cost
+        self._known |= news
+        return True
+
+
+def with_bounded_ends(ranks: Iterable[RankStatus]) -> dict[int, RankStatus]:
+    """The ranks by number; only those that ended first keep their messages and last lines."""
+    budget, bounded = TextBudget(), {r.rank: r for r in ranks}
+    ended = [r for r in bounded.values() if r.exit is not None or r.previous_exit is not None]
+    for rank in sorted(ended, key=_end_order):
+        bounded[rank.rank] = replace(
+            rank,
+            exit=_bounded(rank.exit, budget),
+            previous_exit=_bounded(rank.previous_exit, budget),
+        )
+    return bounded
+
+
+def with_bounded_messages(ranks: Iterable[RankStatus]) -> list[RankStatus]:
+    """The ranks; of those that wait, the lowest numbers keep their messages."""
+    budget = TextBudget()
+    return [
+        r if r.exit is not None or budget.takes(r.message) else replace(r, message=OMITTED)
+        for r in ranks
+    ]
+
+
+def with_texts_of(rank: RankStatus, observation: Observation) -> RankStatus:
+    """The rank with message and last lines of its end, if the executor still has them."""
+    if rank.exit is None or rank.exit.log_tail or rank.exit.message:
+        return rank
+    for other in observation.ranks:
+        is_same = (other.rank, other.attempt) == (rank.rank, rank.attempt)
+        if other.exit is not None and is_same:
+            ended = with_explanation(other.exit)
+            texts = {"message": ended.message, "log_tail": ended.log_tail}
+            return replace(rank, exit=replace(rank.exit, **texts))
+    return rank
+
+
+def _bounded(ended: Exit | None, budget: TextBudget) -> Exit | None:
+    if ended is None or budget.takes(ended.message, *ended.log_tail):
+        return ended
+    if ended.log_tail and budget.takes(ended.message):
+        return replace(ended, log_tail=[])
+    return replace(ended, message="", log_tail=[])
+
+
+def _end_order(rank: RankStatus) -> tuple[float, int]:
+    ended = rank.exit or rank.previous_exit
+    return (ended.order if ended else 0.0), rank.rank
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """`ValueError: oops`, if `lines` end with a traceback, or else an empty text.
+
+    A program that printed more after a traceback went on. Torch marks each line of the traceback
+    of a process, so what others printed in between does not matter.
+    """
+    for at in range(len(lines) - 1, -1, -1):
+        prefix = _prefix_of(lines[at])
+        if not _FRAME.match(lines[at], len(prefix)):
+            continue
+        after = [line[len(prefix) :] for line in lines[at + 1 :] if line.startswith(prefix)]
+        after = [line for line in after if line.strip()]
+        end = next((n for n, line in enumerate(after) if not line[0].isspace()), None)
+        if end is None or not _EXCEPTION.fullmatch(after[end]):
+            break
+        if not prefix and end + 1 < len(after):
+            break
+        return after[end].rstrip()[:MAX_EXCEPTION_CHARS]
+    return _signal_in(lines)
+
+
+def _prefix_of(line: str) -> str:
+    prefix = _RANK_PREFIX.match(line)
+    return prefix.group() if prefix else ""
+
+
+def _signal_in(lines: Sequence[str]) -> str:
+    matches = (_SIGNAL.fullmatch(line.rstrip()) for line in reversed(lines))
+    return next((match.group(1) for match in matches if match), "")

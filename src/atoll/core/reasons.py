@@ -67,20 +67,20 @@ class PhaseReason(_Reason):
 EXIT_REASONS = frozenset(ExitReason)
 
 # What these mean, the exit code says already.
-_SAID_BY_THE_CODE = frozenset(
+_EXPLAINED_BY_CODE = frozenset(
     {ExitReason.COMPLETED, ExitReason.ERROR, ExitReason.SIGNAL, ExitReason.UNKNOWN, ""}
 )
 
 
-def why_ended(reason: str, message: str = "") -> str:
+def describe_reason(reason: str, message: str = "") -> str:
     """Why a rank ended, beyond its exit code: `out of memory (limit 4Gi)`; may be empty."""
-    meaning = "" if reason in _SAID_BY_THE_CODE else meaning_of(reason, ExitReason)
+    meaning = "" if reason in _EXPLAINED_BY_CODE else describe_meaning(reason, ExitReason)
     if meaning and message and not message.startswith(meaning):
         return f"{meaning} ({message})"
     return message or meaning
 
 
-def meaning_of(reason: str, reasons: type[_Reason]) -> str:
+def describe_meaning(reason: str, reasons: type[_Reason]) -> str:
     """What a reason means; one that is not known, as it is."""
     return next((known.meaning for known in reasons if known == reason), reason)
 

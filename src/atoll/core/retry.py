@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-MOST_DOUBLINGS = 64  # beyond any bound in use, and still a float
+MAX_DOUBLINGS = 64  # beyond any bound in use, and still a float
 
 
 def grown_s(first_s: float, longest_s: float, failures: int, growth: float = 2.0) -> float:
     """The pause after that many earlier failures, growing from `first_s` to `longest_s`."""
-    return float(min(first_s * growth ** min(failures, MOST_DOUBLINGS), longest_s))
+    return float(min(first_s * growth ** min(failures, MAX_DOUBLINGS), longest_s))
 
 
 def restart_delay_s(restarts: int) -> float:

@@ -13,7 +13,7 @@ import msgspec
 
 from atoll.core.metrics import MAX_COUNT, MAX_TIME
 from atoll.core.model import Model
-from atoll.core.rank_ranges import some_spans
+from atoll.core.rank_ranges import limited_spans
 from atoll.core.status import Training
 from atoll.core.warnings import MAX_WARNINGS, has_replica_per_rank
 
@@ -21,7 +21,7 @@ Source = Literal["store", "reports"]
 
 # The states of a rank in a round, as one letter each.
 IN, JOINED, LATE, MISSING, BAD, LEFT, ABSENT = "i", "j", "l", "m", "n", "-", "."
-COUNTS_SHOWN = 10  # different numbers of rounds, in a sentence
+MAX_COUNTS_LISTED = 10  # different numbers of rounds, in a sentence
 HANDED_IN, WAITED_FOR = "u", "w"  # in the round that is not decided yet
 
 
@@ -64,7 +64,7 @@ class RoundCost(msgspec.Struct, frozen=True, array_like=True):
     blocked_s: float
 
 
-class RoundWord(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReportedRound(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a replica tells of a round. Only the first members tell its manifest."""
 
     run: str
@@ -75,27 +75,27 @@ class RoundWord(msgspec.Struct, frozen=True, omit_defaults=True):
     warnings: list[str] = []  # what the replica found wrong since its last word
 
 
-class KeptRound(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoredRound(msgspec.Struct, frozen=True, omit_defaults=True):
     """One round of one fragment: from the store, and from replicas."""
 
-    seen: RoundFacts | None = None
-    told: RoundFacts | None = None
+    observed: RoundFacts | None = None
+    reported: RoundFacts | None = None
     costs: list[RoundCost] = []
     warnings: list[str] = []
 
     @property
     def facts(self) -> RoundFacts | None:
         """The store wins over what replicas say."""
-        return self.told if self.seen is None else self.seen
+        return self.reported if self.observed is None else self.observed
 
     @property
     def differs(self) -> bool:
         """Whether a replica says something else than the store."""
-        if self.seen is None or self.told is None:
+        if self.observed is None or self.reported is None:
             return False
-        told, seen = self.told, self.seen
-        return (told.members, told.missing) != (seen.members, seen.missing) and (
-            told.attempt == seen.attempt
+        reported, observed = self.reported, self.observed
+        return (reported.members, reported.missing) != (observed.members, observed.missing) and (
+            reported.attempt == observed.attempt
         )
 
 
@@ -110,29 +110,33 @@ def is_bounded(value: object) -> bool:
     return not isinstance(value, int | float) or abs(value) <= MAX_COUNT
 
 
-def with_word(kept: KeptRound, word: RoundWord) -> KeptRound:
-    others = [cost for cost in kept.costs if cost.rank != word.cost.rank]
-    told = word.facts or kept.told
-    if kept.told is not None and told is not None and told.attempt < kept.told.attempt:
-        told = kept.told
+def with_report(stored: StoredRound, word: ReportedRound) -> StoredRound:
+    others = [cost for cost in stored.costs if cost.rank != word.cost.rank]
+    reported = word.facts or stored.reported
+    if (
+        stored.reported is not None
+        and reported is not None
+        and reported.attempt < stored.reported.attempt
+    ):
+        reported = stored.reported
     costs = sorted([*others, word.cost], key=lambda cost: cost.rank)
-    warnings = list(dict.fromkeys([*kept.warnings, *word.warnings]))[:MAX_WARNINGS]
-    return KeptRound(seen=kept.seen, told=told, costs=costs, warnings=warnings)
+    warnings = list(dict.fromkeys([*stored.warnings, *word.warnings]))[:MAX_WARNINGS]
+    return StoredRound(observed=stored.observed, reported=reported, costs=costs, warnings=warnings)
 
 
-def with_seen(kept: KeptRound, facts: RoundFacts) -> KeptRound:
+def with_observed(stored: StoredRound, facts: RoundFacts) -> StoredRound:
     """What was seen before and is swept from the store by now stays."""
-    seen = kept.seen
-    if seen is not None and seen.attempt == facts.attempt:
-        late = sorted({*seen.late, *facts.late} - set(facts.members))
+    observed = stored.observed
+    if observed is not None and observed.attempt == facts.attempt:
+        late = sorted({*observed.late, *facts.late} - set(facts.members))
         facts = msgspec.structs.replace(
             facts,
             late=late,
-            sizes=facts.sizes or seen.sizes,
-            at=seen.at if facts.at is None else facts.at,
-            parameters=seen.parameters if facts.parameters is None else facts.parameters,
+            sizes=facts.sizes or observed.sizes,
+            at=observed.at if facts.at is None else facts.at,
+            parameters=observed.parameters if facts.parameters is None else facts.parameters,
         )
-    return msgspec.structs.replace(kept, seen=facts)
+    return msgspec.structs.replace(stored, observed=facts)
 
 
 class RoundItem(Model, frozen=True, omit_defaults=False):
@@ -199,15 +203,15 @@ class RoundSummary(Model, frozen=True, omit_defaults=False):
     words: str = ""
 
 
-class ShownTraining(Training, frozen=True):
+class TrainingWithRounds(Training, frozen=True):
     """A training with how far its rounds are, which no store of trainings has."""
 
     rounds: RoundSummary | None = None
 
 
-def with_rounds(training: Training, summary: RoundSummary | None) -> ShownTraining:
+def with_rounds(training: Training, summary: RoundSummary | None) -> TrainingWithRounds:
     fields = {name: getattr(training, name) for name in training.__struct_fields__}
-    return ShownTraining(**fields, rounds=with_absent(summary, training))
+    return TrainingWithRounds(**fields, rounds=with_absent(summary, training))
 
 
 def with_absent(summary: RoundSummary | None, training: Training) -> RoundSummary | None:
@@ -215,7 +219,7 @@ def with_absent(summary: RoundSummary | None, training: Training) -> RoundSummar
     if summary is None:
         return None
     return msgspec.structs.replace(
-        summary, words=in_words(summary, absent_ranks(summary, training))
+        summary, words=describe_summary(summary, absent_ranks(summary, training))
     )
 
 
@@ -250,11 +254,11 @@ class RoundList(Model, frozen=True, omit_defaults=False):
     is_kept: bool = True  # False where the control plane keeps none
 
 
-def items_of(kept: Iterable[KeptRound], *, has_costs: bool = False) -> list[RoundItem]:
+def items_of(stored: Iterable[StoredRound], *, has_costs: bool = False) -> list[RoundItem]:
     """In the given order, which is that of the rounds. A first one is compared with nothing."""
     before: dict[int, RoundFacts] = {}
     items = []
-    for each in kept:
+    for each in stored:
         facts = each.facts
         if facts is None:
             continue
@@ -265,17 +269,17 @@ def items_of(kept: Iterable[KeptRound], *, has_costs: bool = False) -> list[Roun
 
 
 def _item(
-    kept: KeptRound, facts: RoundFacts, before: RoundFacts | None, *, has_costs: bool
+    stored: StoredRound, facts: RoundFacts, before: RoundFacts | None, *, has_costs: bool
 ) -> RoundItem:
-    costs = kept.costs
+    costs = stored.costs
     joined, left = moves(before, facts)
     up = sum(cost.bytes_up for cost in costs) if costs else None
     if facts.sizes and len(costs) < len(facts.members):
         up = sum(facts.sizes)
     parameters = facts.parameters
-    told = kept.told
-    if parameters is None and told is not None:
-        parameters = told.parameters
+    reported = stored.reported
+    if parameters is None and reported is not None:
+        parameters = reported.parameters
     uploads = [size for size in facts.sizes if size]
     bits_up = both = None
     if parameters and uploads:
@@ -290,7 +294,7 @@ def _item(
         fragment=facts.fragment,
         attempt=facts.attempt,
         at=facts.at,
-        source="reports" if kept.seen is None else "store",
+        source="reports" if stored.observed is None else "store",
         members=facts.members,
         weights=facts.weights,
         missing=facts.missing,
@@ -344,7 +348,7 @@ class OpenRound(Model, frozen=True):
 
 def summary_of(
     run: str,
-    newest: Sequence[KeptRound],
+    newest: Sequence[StoredRound],
     tokens: float,
     looked_at: float | None,
     waiting: Sequence[OpenRound] = (),
@@ -358,7 +362,7 @@ def summary_of(
     if not known and not waiting:
         return None
     fragments = max([facts.fragments for _, facts in known], default=1)
-    last_kept, last = max(
+    last_stored, last = max(
         known, key=lambda pair: (pair[1].round, pair[1].at or 0.0), default=(None, None)
     )
     members = [] if last is None else list(last.members)
@@ -373,7 +377,7 @@ def summary_of(
     counts = [facts.round + 1 for _, facts in known]
     summary = RoundSummary(
         run=run,
-        source="store" if last_kept is None or last_kept.seen is not None else "reports",
+        source="store" if last_stored is None or last_stored.observed is not None else "reports",
         round=None if last is None else last.round,
         rounds=min(counts) if len(counts) == fragments else 0,
         fragments=fragments,
@@ -387,10 +391,12 @@ def summary_of(
         ranks=list(ranks),
         gone=sorted({*(left or {}), *gone, *([] if last is None else last.gone)}),
     )
-    return msgspec.structs.replace(summary, words=in_words(summary))
+    return msgspec.structs.replace(summary, words=describe_summary(summary))
 
 
-def in_words(summary: RoundSummary, absent: Mapping[str, Sequence[int]] | None = None) -> str:
+def describe_summary(
+    summary: RoundSummary, absent: Mapping[str, Sequence[int]] | None = None
+) -> str:
     """`44 rounds agreed, the last with 6 of 8 (ranks 3, 5 behind); round 44 waits for rank 2`.
 
     `absent` are ranks that belong to the training and were not in the newest round, by their state.
@@ -422,11 +428,11 @@ def describe_counts(counts: Mapping[int, int]) -> str:
     alike: dict[int, list[int]] = {}
     for rank, count in sorted(counts.items()):
         alike.setdefault(count, []).append(rank)
-    parts = [f"{_ranks(own)}: {count}" for count, own in list(alike.items())[:COUNTS_SHOWN]]
-    if rest := [rank for own in list(alike.values())[COUNTS_SHOWN:] for rank in own]:
+    parts = [f"{_ranks(own)}: {count}" for count, own in list(alike.items())[:MAX_COUNTS_LISTED]]
+    if rest := [rank for own in list(alike.values())[MAX_COUNTS_LISTED:] for rank in own]:
         parts.append(f"{_ranks(rest)}: other numbers")
     return "; ".join(parts)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {limited_spans(ranks)}"

@@ -36,7 +36,7 @@ URI_PATTERN = r"^(file|memory|s3|gs|az)://\S*$"
 RankCount = Annotated[int, Meta(ge=1, le=MAX_WORLD)]
 GpuCount = Annotated[int, Meta(ge=0, le=MAX_GPUS)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
-WholeSeconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
+IntegerSeconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Deadline = Annotated[float, Meta(ge=0.001, le=MAX_SECONDS)]
 StallSeconds = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
 RankNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -256,7 +256,7 @@ class TrainingSpec(SpecModel, frozen=True):
     start_grace_s: Seconds = 30.0
     stop_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     deadline_s: Deadline | None = None
-    ttl_seconds: WholeSeconds | None = None
+    ttl_seconds: IntegerSeconds | None = None
     stall_s: StallSeconds | None = None  # a rank that does not move for so long is told of
     stall_restart: bool = False  # and started again, out of max_restarts
     executor: str | None = None  # unset until stored: the default of the control plane
@@ -345,3 +345,8 @@ def _bare(value: object) -> object:
     if isinstance(value, Source):
         return [value.filename, value.directory]
     return value.path if isinstance(value, Code) else value
+
+
+def may_start(able: int, world: WorldSize, *, is_grace_over: bool) -> bool:
+    """Whether `able` ranks are enough: all of them together, or `min` after the start grace."""
+    return able >= world.target or (is_grace_over and able >= world.min)

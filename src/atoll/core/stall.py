@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from atoll.core.rank_ranges import some_spans
+from atoll.core.rank_ranges import limited_spans
 from atoll.core.ranks import in_ms
 from atoll.core.status import Observation, RankStatus, Training, sooner
 
 STALLED = "Stalled"
 CHECKS_PER_LIMIT = 4  # in the time after which a rank is told of
-LEAST_S, LONGEST_S = 0.25, 30.0  # between two looks
+MIN_S, MAX_S = 0.25, 30.0  # between two looks
 
 
 def stalled_ranks(
@@ -22,28 +22,28 @@ def stalled_ranks(
     limit_s = training.spec.stall_s
     if limit_s is None:
         return {}
-    known, quiet = (
+    known, idle_times = (
         training.status.stalled,
-        {observed_rank.rank: observed_rank.quiet_s for observed_rank in observation.ranks},
+        {observed_rank.rank: observed_rank.idle_s for observed_rank in observation.ranks},
     )
     stalled = {}
     for rank in ranks:
-        quiet_s = quiet.get(rank.rank)
-        if rank.is_alive and not rank.is_stopping and quiet_s is not None and quiet_s >= limit_s:
-            stalled[rank.rank] = known.get(rank.rank, in_ms(now - quiet_s))
+        idle_s = idle_times.get(rank.rank)
+        if rank.is_alive and not rank.is_stopping and idle_s is not None and idle_s >= limit_s:
+            stalled[rank.rank] = known.get(rank.rank, in_ms(now - idle_s))
     return stalled
 
 
-def with_quiet(
-    training: Training, observation: Observation, quiet: Mapping[int, float]
+def with_idle_times(
+    training: Training, observation: Observation, idle_times: Mapping[int, float]
 ) -> Observation:
     """The look, with for how long ranks have not moved where the executor did not see that."""
     limit_s = training.spec.stall_s
     if limit_s is None or training.status.phase.is_terminal:
         return observation
     ranks = [
-        replace(observed_rank, quiet_s=quiet.get(observed_rank.rank))
-        if observed_rank.quiet_s is None
+        replace(observed_rank, idle_s=idle_times.get(observed_rank.rank))
+        if observed_rank.idle_s is None
         else observed_rank
         for observed_rank in observation.ranks
     ]
@@ -56,9 +56,9 @@ def stall_condition(stalled: dict[int, float]) -> tuple[bool, str, str]:
     """Whether there are any, the reason, and a message."""
     if not stalled:
         return False, "RanksMove", ""
-    return True, "RankStalled", f"not moving: {some_spans(sorted(stalled))}"
+    return True, "RankStalled", f"not moving: {limited_spans(sorted(stalled))}"
 
 
 def check_again_s(limit_s: float) -> float:
     """Seconds until the next look at ranks that are told of after `limit_s`."""
-    return min(max(limit_s / CHECKS_PER_LIMIT, LEAST_S), LONGEST_S)
+    return min(max(limit_s / CHECKS_PER_LIMIT, MIN_S), MAX_S)

@@ -29,7 +29,7 @@ class Exit(Model, frozen=True):
     message: str = ""
     log_tail: list[str] = []
     # The rank was to leave a record of its own, and left none: code and time are the backend's.
-    is_backends_word: bool = False
+    is_from_backend: bool = False
 
     @property
     def is_success(self) -> bool:
@@ -288,8 +288,8 @@ class Training(Model, frozen=True):
     @property
     def is_settled(self) -> bool:
         """Whether it is over, released, and kept until somebody deletes it."""
-        is_kept = self.spec.ttl_seconds is None and self.deletion_requested_at is None
-        return self.status.is_released and is_kept
+        is_retained = self.spec.ttl_seconds is None and self.deletion_requested_at is None
+        return self.status.is_released and is_retained
 
     @property
     def world(self) -> WorldStatus:
@@ -370,7 +370,7 @@ class ObservedRank(Model, frozen=True):
     attempts: tuple[AttemptStatus, ...] = ()  # those before this one, where they are known
     exit: Exit | None = None
     # For how long it has reported nothing, printed nothing and used no CPU; None: not looked at.
-    quiet_s: float | None = None
+    idle_s: float | None = None
     is_stopping: bool = False  # told to stop, or about to be, and its end is not known yet
     pod_name: str = ""
     host: str | None = None
@@ -442,13 +442,13 @@ class LogLine(Model, frozen=True):
         return html.line_html(self)
 
 
-class PlacedLine(LogLine, frozen=True):
+class OffsetLine(LogLine, frozen=True):
     """As it travels: with the place after it in its rank's log, where an executor has places."""
 
     at: int | None = None
 
 
-class LogHit(PlacedLine, frozen=True):
+class LogMatch(OffsetLine, frozen=True):
     """A line that was searched for: with the place where it starts, too. A long one is cut."""
 
     start: int | None = None

@@ -103,7 +103,7 @@ def missing_keys(uri: str | None, env: Mapping[str, str]) -> list[str]:
     return [name for name in likeliest if not env.get(name)]
 
 
-def apart(base: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+def own_keys_only(base: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """What is inherited, without the keys of a provider of whom there are own ones: a key of one
     account with the session of another opens nothing."""
     prefixes = tuple(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atoll.diloco")
 
-_MOST_WARNINGS = 1000
+_MAX_WARNINGS = 1000
 _NO_SUMS = (0, 0)
 
 
@@ -57,7 +57,7 @@ class Checks:
         self._probes = probe.ROUNDS
         self._frozen: probe.Blocks | None = None  # summed once: it may be most of the model
         self._kinds: set[str] = set()
-        self.warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
+        self.warnings: deque[str] = deque(maxlen=_MAX_WARNINGS)
         self._untold: list[str] = []  # what the control plane does not know yet
 
     def warn(self, messages: str, *, is_in_manifest: bool = False) -> None:

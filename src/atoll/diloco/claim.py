@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce.team import Team, lead
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.replica_config import RunHome
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.diloco")
 
@@ -45,7 +45,9 @@ class LiveMark(NamedTuple):
 class RunClaim:
     """The mark of this rank. Used by process 0 of a replica."""
 
-    def __init__(self, blobs: Blobs, run: str, launch: str, rank: int, name: str = "") -> None:
+    def __init__(
+        self, blobs: ObjectStore, run: str, launch: str, rank: int, name: str = ""
+    ) -> None:
         """`name` is what people call the training."""
         self._blobs, self._run, self._launch = blobs, run, launch
         self._key = f"{run}/live/{launch}/{rank:05d}"
@@ -110,7 +112,7 @@ class RunClaim:
 
     def _others(self, silence_s: float) -> list[LiveMark]:
         """Marks of other trainings, but for those that were silent when this one came."""
-        blobs = self._blobs.find(f"{self._run}/live")
+        blobs = self._blobs.list(f"{self._run}/live")
         own = next((blob.modified for blob in blobs if blob.key == self._key), None)
         marks = []
         for blob in blobs:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from atoll.core.errors import NotFound
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 OBJECT_BYTES = 256 << 20  # an object is larger only if one tensor is
 METADATA = ".metadata"
@@ -69,7 +69,7 @@ class StoreWriter(StorageWriter):
         self._save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        self._blobs = Blobs.open(_stated(self._uri))
+        self._blobs = ObjectStore.open(_stated(self._uri))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -114,7 +114,7 @@ class StoreWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         self._blobs.put(METADATA, pickle.dumps(metadata))
         needed = {each.key for each in metadata.storage_data.values()}
-        others = [blob.key for blob in self._blobs.find("") if _is_data(blob.key)]
+        others = [blob.key for blob in self._blobs.list("") if _is_data(blob.key)]
         self._blobs.delete(key for key in others if key not in needed)
 
     def storage_meta(self) -> StorageMeta:
@@ -143,7 +143,7 @@ class StoreReader(StorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         uri = _stated(self._uri)
         try:
-            metadata: Metadata = pickle.loads(Blobs.open(uri).get(METADATA))
+            metadata: Metadata = pickle.loads(ObjectStore.open(uri).get(METADATA))
         except NotFound as error:
             raise NotFound("checkpoint", str(uri)) from error
         return metadata
@@ -151,7 +151,7 @@ class StoreReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
     ) -> None:
-        self._blobs = Blobs.open(_stated(self._uri))
+        self._blobs = ObjectStore.open(_stated(self._uri))
         self._where = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -222,7 +222,7 @@ def _is_uri(checkpoint_id: Where) -> bool:
     from atoll.core.errors import ValidationError
 
     try:
-        Blobs.open(checkpoint_id)
+        ObjectStore.open(checkpoint_id)
     except ValidationError:
         return False
     return True

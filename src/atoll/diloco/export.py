@@ -17,10 +17,10 @@ from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.group import ProcessTeam
 from atoll.diloco.outer import Floats, Fragment
 from atoll.diloco.pieces import plain_names, unwrapped
+from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ def save(
     if len(groups) > 1:
         count = len(groups)
         names = [f"model-{at + 1:05d}-of-{count:05d}{SUFFIX}" for at in range(count)]
-    blobs = Blobs.open(folder) if is_writer else None
+    blobs = ObjectStore.open(folder) if is_writer else None
     for each, group in zip(names, groups, strict=True):
         tensors = {}
         for entry in group:

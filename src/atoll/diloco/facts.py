@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from atoll.agent.metrics import report_round
-from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
+from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
 from atoll.diloco.allreduce.keys import parse_upload
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest
@@ -80,7 +80,7 @@ def send_round(
 
 def message_of(
     report: RoundReport, manifest: Manifest | None, rank: int, fragments: int, parameters: int
-) -> RoundWord:
+) -> ReportedRound:
     """What this replica tells of a round; one without a store is alone in it."""
     cost = RoundCost(
         rank,
@@ -102,10 +102,10 @@ def message_of(
             parameters=parameters,
             at=time.time(),
         )
-        return RoundWord(run, report.fragment, report.round, cost, alone)
+        return ReportedRound(run, report.fragment, report.round, cost, alone)
     present = sorted(member.rank for member in manifest.members if not member.has_left)
     facts = facts_of(manifest, time.time()) if rank in present[:TELLERS] else None
-    return RoundWord(fragment_of(manifest.run)[0], report.fragment, report.round, cost, facts)
+    return ReportedRound(fragment_of(manifest.run)[0], report.fragment, report.round, cost, facts)
 
 
 @lru_cache(maxsize=32)

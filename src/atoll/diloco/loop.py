@@ -21,7 +21,6 @@ from atoll.diloco.allreduce.manifest import NOTHING
 from atoll.diloco.allreduce.settle import Left
 from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.allreduce.team import is_equal, lead, together
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.checks import Checks, left_out
 from atoll.diloco.claim import claim_run
 from atoll.diloco.estimate import MEANS
@@ -50,6 +49,7 @@ from atoll.diloco.shared import SharedData, took
 from atoll.diloco.stream import Commit, open_streams
 from atoll.diloco.terms import OuterRule
 from atoll.diloco.view import ReplicaFace
+from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class DiLoCo(ReplicaFace):
         mix: float | str | None = None,
         codec: str | None = None,
         down_codec: str | None = None,
-        uri: str | Blobs | None = None,
+        uri: str | ObjectStore | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         min_replicas: int | None = None,
@@ -209,7 +209,7 @@ class DiLoCo(ReplicaFace):
         self._checkpoint_every = checkpoint_every
         self._join(state)
         if home is not None and allreduce is None and not self.round:
-            lead(self._team, lambda: refuse_mixed(home.blobs.folders(), run_id, fragments))
+            lead(self._team, lambda: refuse_mixed(home.blobs.list_folders(), run_id, fragments))
         self._own = None
         if home is not None:
             self._own = OwnState(home.blobs, home.run, config.rank, self._team, optimizers)

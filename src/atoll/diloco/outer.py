@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
+from atoll.core.model import json_decoder
 from atoll.diloco.allreduce.layout import Layout, TensorSpec
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import MemberNote

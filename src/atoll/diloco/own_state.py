@@ -22,7 +22,7 @@ import numpy as np
 from atoll.core.errors import BackendError, NotFound, ValidationError
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.team import Team, lead, together
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class OwnState:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: ObjectStore,
         run: str,
         rank: int,
         team: Team,
@@ -170,7 +170,7 @@ class OwnState:
     def _list(self) -> tuple[list[OwnCopy], bool]:
         """The whole copies of this rank, oldest first, and whether other ranks have any."""
         copies, others = [], False
-        for blob in self._blobs.find(f"{self._run}/inner"):
+        for blob in self._blobs.list(f"{self._run}/inner"):
             match = _KEY.search(blob.key)
             if match is None:
                 continue
@@ -187,7 +187,7 @@ class OwnState:
         names = {copy.name for copy in copies}
         doomed = [
             blob.key
-            for blob in self._blobs.find(f"{self._run}/inner/{self._rank:05d}")
+            for blob in self._blobs.list(f"{self._run}/inner/{self._rank:05d}")
             if (match := _KEY.search(blob.key)) and match[2] not in names
         ]
         try:

@@ -11,7 +11,7 @@ from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.start import least_of, read_launch
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 _MANY = 10**6
 
@@ -28,11 +28,11 @@ class ReplicaConfig(NamedTuple):
     rank: int
     world_size: int
     min_replicas: int
-    uri: str | Blobs | None  # None: alone, nothing is sent
+    uri: str | ObjectStore | None  # None: alone, nothing is sent
 
 
 def find_replica_config(
-    uri: str | Blobs | None = None,
+    uri: str | ObjectStore | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     min_replicas: int | None = None,
@@ -75,7 +75,7 @@ def fragment_run(run_id: str | None, at: int, count: int) -> str:
 class RunHome(NamedTuple):
     """Where the objects of the whole run are: in the store, in the folder `run`."""
 
-    blobs: Blobs
+    blobs: ObjectStore
     run: str
     name: str  # of the run: a part of it has more in its folder's name
 
@@ -91,7 +91,7 @@ def find_home(
         return RunHome(allreduce.blobs, allreduce.keys.run, allreduce.keys.run)
     if config.uri is None:
         return None
-    blobs = config.uri if isinstance(config.uri, Blobs) else Blobs.open(config.uri)
+    blobs = config.uri if isinstance(config.uri, ObjectStore) else ObjectStore.open(config.uri)
     return RunHome(blobs, fragment_run(run_id, 0, count), fragment_run(run_id, 0, 1))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import numpy as np
 
-from atoll.core.decoders import json_decoder
+from atoll.core.model import json_decoder
 from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.share import Share

@@ -23,7 +23,7 @@ from atoll.diloco.stream import Commit, Joined, Stream
 
 log = logging.getLogger("atoll.diloco")
 
-_MOST = 2**62
+_MAX_VALUE = 2**62
 _IDLE_S = 3.0  # how long a replica without data leaves the decision to others, at least
 
 
@@ -73,7 +73,7 @@ class SharedData:
             raise ValidationError("shard", "a second one", "a run has one set of data")
         if (dataset is None) == (stream is None):
             raise ValidationError("dataset", dataset, "expected a dataset, a length or stream=")
-        check_int("seed", seed, 0, _MOST)
+        check_int("seed", seed, 0, _MAX_VALUE)
         check_int("epochs", epochs, 1, 10**9)
         check_int("batch", batch, 1, 10**9)
         if stream is not None and epochs != 1:
@@ -253,7 +253,7 @@ def took(header: UploadHeader) -> Ranges:
 def read_length(dataset: Any) -> int:
     """The length of the data. Raises ValidationError if it has none."""
     if isinstance(dataset, int) and not isinstance(dataset, bool):
-        check_int("dataset", dataset, 1, _MOST)
+        check_int("dataset", dataset, 1, _MAX_VALUE)
         return dataset
     try:
         length = len(dataset)
@@ -263,5 +263,5 @@ def read_length(dataset: Any) -> int:
             type(dataset).__name__,
             "expected a length, or a dataset with one; a stream is diloco.shard(stream=open_at)",
         ) from error
-    check_int("len(dataset)", length, 1, _MOST)
+    check_int("len(dataset)", length, 1, _MAX_VALUE)
     return length

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from atoll.core.decoders import msgpack_decoder
 from atoll.core.errors import BackendError, Gone, NotFound, ValidationError
+from atoll.core.model import msgpack_decoder
 from atoll.diloco import saved
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, past
 from atoll.diloco.allreduce.exchange import Behind
@@ -34,12 +34,12 @@ from atoll.diloco.allreduce.note import (
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo, Team, lead, together
 from atoll.diloco.allreduce.work import EncodedMean, JointWork, Values
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.outer import Floats, Fragment, Slot
 from atoll.diloco.replica_config import ReplicaConfig, check_fragments, fragment_run
 from atoll.diloco.spill import SpillFile
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.diloco")
 
@@ -446,7 +446,7 @@ class StoreStream:
         allreduce = self._allreduce
         keys = lead(
             allreduce.team,
-            lambda: [blob.key for blob in allreduce.blobs.find(allreduce.keys.checkpoints())],
+            lambda: [blob.key for blob in allreduce.blobs.list(allreduce.keys.checkpoints())],
         )
         for key in reversed(keys):
             number = parse_round(key)
@@ -530,8 +530,10 @@ def open_streams(
         return [StoreStream(allreduce, checkpoint_every)]
     if location.uri is None:
         return [Alone(options["team"]) for _ in range(count)]
-    blobs = location.uri if isinstance(location.uri, Blobs) else Blobs.open(location.uri)
-    lead(options["team"], lambda: check_fragments(blobs.folders(), run_id, count))
+    blobs = (
+        location.uri if isinstance(location.uri, ObjectStore) else ObjectStore.open(location.uri)
+    )
+    lead(options["team"], lambda: check_fragments(blobs.list_folders(), run_id, count))
     return [
         StoreStream(
             ObjectStoreAllReduce(

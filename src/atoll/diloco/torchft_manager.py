@@ -15,9 +15,9 @@ from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport
 from atoll.diloco.allreduce.start import read_start
-from atoll.diloco.blobs import Blobs
 from atoll.diloco.replica_config import find_replica_config, fragment_run
 from atoll.diloco.torchft_state import Healer
+from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class ObjectStoreManager:
         *,
         state_dict: Callable[[], Any] | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
-        uri: str | Blobs | None = None,
+        uri: str | ObjectStore | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         min_replicas: int | None = None,

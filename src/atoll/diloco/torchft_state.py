@@ -61,7 +61,7 @@ class Healer:
         key = f"{self._folder}/{step:010d}"
         blobs = self._reducer(0).blobs
         blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), out.getvalue()))
-        checkpoints = [blob.key for blob in blobs.find(self._folder)]
+        checkpoints = [blob.key for blob in blobs.list(self._folder)]
         blobs.delete(checkpoints[:-_MAX_CHECKPOINTS])
 
     def join(self, step: int) -> tuple[int, bool]:
@@ -94,7 +94,7 @@ class Healer:
         import torch
 
         blobs = self._reducer(0).blobs
-        for blob in reversed(blobs.find(self._folder)):
+        for blob in reversed(blobs.list(self._folder)):
             try:
                 body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), blobs.get(blob.key))
                 checkpoint: dict[str, Any] = torch.load(

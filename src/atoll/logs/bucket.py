@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from atoll.agent.bucket import Objects
 from atoll.core.errors import Temporary
-from atoll.core.status import LogLine, PlacedLine
+from atoll.core.status import LogLine, OffsetLine
 from atoll.logs.files import merged
 
 T = TypeVar("T")
@@ -160,22 +160,22 @@ class ObjectLogs:
     def __init__(self, open_rank: Callable[[int], Objects], ranks: Sequence[int]) -> None:
         self._stores = {rank: open_rank(rank) for rank in ranks}
 
-    async def places(self, tail: int) -> dict[int, int]:
+    async def offsets(self, tail: int) -> dict[int, int]:
         """Where the last `tail` lines of each rank begin; of one without a log there is none."""
         limit = asyncio.Semaphore(AT_ONCE)
 
         async def place(rank: int) -> tuple[int, int | None]:
             async with limit:
-                return rank, await _ask(self._tail_place, rank, tail)
+                return rank, await _ask(self._tail_offset, rank, tail)
 
         found = await asyncio.gather(*map(place, self._stores))
         return {rank: at for rank, at in found if at is not None}
 
     async def lines(
-        self, places: Mapping[int, int], follow: Callable[[], bool] | None
+        self, offsets: Mapping[int, int], follow: Callable[[], bool] | None
     ) -> AsyncIterator[LogLine]:
         readers = {
-            rank: _RankReader(rank, store, places.get(rank, 0))
+            rank: _RankReader(rank, store, offsets.get(rank, 0))
             for rank, store in self._stores.items()
         }
         limit, pause_s = asyncio.Semaphore(AT_ONCE), LOOK_S
@@ -197,7 +197,7 @@ class ObjectLogs:
             for line in reader.rest():
                 yield line
 
-    def _tail_place(self, rank: int, tail: int) -> int | None:
+    def _tail_offset(self, rank: int, tail: int) -> int | None:
         store = self._stores[rank]
         pieces = sorted(filter(None, map(LogPiece.of, store.entries())))
         if not pieces:
@@ -263,7 +263,7 @@ class _RankReader:
 
 
 def _line(rank: int, text: bytes, at: int, time: float | None) -> LogLine:
-    return PlacedLine(rank=rank, text=text.decode("utf-8", errors="replace"), time=time, at=at)
+    return OffsetLine(rank=rank, text=text.decode("utf-8", errors="replace"), time=time, at=at)
 
 
 async def _ask(work: Callable[..., T], *args: object) -> T:

@@ -13,35 +13,35 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from atoll.core.status import LogLine, PlacedLine
+from atoll.core.status import LogLine, OffsetLine
 from atoll.logs.segments import log_end, log_start, read_log, segments, since_offset, tail_offset
 from atoll.logs.times import LogTimes
 
 Line = TypeVar("Line", bound=LogLine)
 
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
-CHUNK_BYTES, LEAST_CHUNK = 1 << 20, 16 << 10  # read at once of one rank
+CHUNK_BYTES, MIN_CHUNK = 1 << 20, 16 << 10  # read at once of one rank
 HELD_BYTES = 32 << 20  # of all ranks together
 LOOK_S, LOOK_MAX_S = 0.02, 0.2
 GROWTH = 1.15  # of the pause between looks: what is seen late is late by a share of its age
 PROGRESS_S = 1.0  # how often a bar that only ever goes back to its start is shown
 
 
-def tail_places(folder: Path, ranks: Sequence[int] | None, tail: int) -> dict[int, int]:
+def tail_offsets(folder: Path, ranks: Sequence[int] | None, tail: int) -> dict[int, int]:
     """Where the last `tail` lines of each rank begin; a rank that has no log yet has no place.
 
     Nor has one of which fewer lines are kept: it is read from its start, which says so.
     """
-    places = {}
+    offsets = {}
     for rank in ranks_in(folder, ranks):
-        place = tail_offset(folder / str(rank), tail)
+        offset = tail_offset(folder / str(rank), tail)
         start = log_start(folder / str(rank))
-        if start == 0 or place > start:
-            places[rank] = place
-    return places
+        if start == 0 or offset > start:
+            offsets[rank] = offset
+    return offsets
 
 
-def since_places(folder: Path, ranks: Sequence[int] | None, since: float) -> dict[int, int]:
+def offsets_since(folder: Path, ranks: Sequence[int] | None, since: float) -> dict[int, int]:
     """Where the lines begin that were written at `since` or later."""
     return {rank: since_offset(folder / str(rank), since) for rank in ranks_in(folder, ranks)}
 
@@ -49,16 +49,16 @@ def since_places(folder: Path, ranks: Sequence[int] | None, since: float) -> dic
 class RankLog:
     """The log of one rank, read on from a place."""
 
-    def __init__(self, folder: Path, rank: int, place: int) -> None:
+    def __init__(self, folder: Path, rank: int, offset: int) -> None:
         self._folder = folder / str(rank)
         self._rank = rank
-        self._offset = place
+        self._offset = offset
         self._partial = b""
         self._shown_at = 0.0
         self._times = LogTimes(self._folder)
         self._segments: Sequence[int] = ()
 
-    def lines(self, chunk_bytes: int, until: int | None = None) -> Iterator[PlacedLine]:
+    def lines(self, chunk_bytes: int, until: int | None = None) -> Iterator[OffsetLine]:
         """The whole lines that are there by now; not many more than `until` that place."""
         while until is None or self._offset < until:
             data, end = read_log(self._folder, self._offset, chunk_bytes)
@@ -83,7 +83,7 @@ class RankLog:
                 rest, self._partial = self._partial, b""
                 yield self._line(rest, end)
 
-    def progress(self) -> Iterator[PlacedLine]:
+    def progress(self) -> Iterator[OffsetLine]:
         """What of an unfinished line was since written over, now and then."""
         size, now = _progress(self._partial), time.monotonic()
         if size and now >= self._shown_at + PROGRESS_S:
@@ -91,15 +91,15 @@ class RankLog:
             shown, self._partial = self._partial[:size], self._partial[size:]
             yield self._line(shown, self._offset - len(self._partial))
 
-    def rest(self) -> Iterator[PlacedLine]:
+    def rest(self) -> Iterator[OffsetLine]:
         """The line that has begun, as far as it is there; it may have no end."""
         if self._partial:
             more, _ = read_log(self._folder, self._offset, LINE_BYTES)
             text, newline, _ = more.partition(b"\n")
             yield self._line(self._partial + text, self._offset + len(text) + len(newline))
 
-    def _line(self, text: bytes, at: int) -> PlacedLine:
-        return PlacedLine(
+    def _line(self, text: bytes, at: int) -> OffsetLine:
+        return OffsetLine(
             rank=self._rank,
             text=text.decode("utf-8", errors="replace"),
             time=self._times.at(at - 1, self._segments),
@@ -109,7 +109,7 @@ class RankLog:
 
 async def read_lines(
     folder: Path,
-    places: Mapping[int, int],
+    offsets: Mapping[int, int],
     *,
     ranks: Sequence[int] | None,
     follow: Callable[[], bool] | None,
@@ -126,8 +126,8 @@ async def read_lines(
         is_last = follow is None or follow()
         is_new = False
         for rank in ranks_in(folder, ranks):
-            logs.setdefault(rank, RankLog(folder, rank, places.get(rank, 0)))
-        chunk = max(LEAST_CHUNK, min(CHUNK_BYTES, HELD_BYTES // max(1, len(logs))))
+            logs.setdefault(rank, RankLog(folder, rank, offsets.get(rank, 0)))
+        chunk = max(MIN_CHUNK, min(CHUNK_BYTES, HELD_BYTES // max(1, len(logs))))
         looks = [log.lines(chunk, ends.get(rank, unseen)) for rank, log in sorted(logs.items())]
         for line in merged(looks):
             is_new = True
@@ -182,13 +182,13 @@ def _progress(rest: bytes) -> int:
     return size if rest[:size].strip(b"\r") else 0
 
 
-def _dropped(rank: int, size: int, at: int) -> PlacedLine:
+def _dropped(rank: int, size: int, at: int) -> OffsetLine:
     """A line of atoll's own in place of what is not kept."""
     text = (
         f"[atoll: {size:,} bytes of this log were dropped here; the newest ones are kept: "
         "log_bytes in atoll.toml says how many]"
     )
-    return PlacedLine(rank=rank, text=text, at=at)
+    return OffsetLine(rank=rank, text=text, at=at)
 
 
 def ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:

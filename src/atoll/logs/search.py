@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.core.status import LogHit, PlacedLine
+from atoll.core.status import LogMatch, OffsetLine
 from atoll.logs.files import RankLog, ranks_in
 from atoll.logs.segments import log_end, log_start, read_log, segments, tail_offset
 from atoll.logs.times import LogTimes
@@ -18,7 +18,7 @@ AROUND_BYTES = 256 << 10
 
 
 class LogSearch:
-    """The lines that contain a text, rank by rank. `places`: begin there."""
+    """The lines that contain a text, rank by rank. `offsets`: where to begin."""
 
     def __init__(
         self,
@@ -27,46 +27,46 @@ class LogSearch:
         *,
         ranks: Sequence[int] | None = None,
         is_case_blind: bool = False,
-        places: Mapping[int, int] | None = None,
+        offsets: Mapping[int, int] | None = None,
     ) -> None:
         self._folder = folder
         self._is_case_blind = is_case_blind
         self._needle = (text.lower() if is_case_blind else text).encode()
         self._left = ranks_in(folder, ranks)[::-1]
-        self._places = dict(places or {})
-        self.places: dict[int, int] = {}  # how far each rank was searched
+        self._offsets = dict(offsets or {})
+        self.offsets: dict[int, int] = {}  # how far each rank was searched
         self._log: _OneLog | None = None
 
-    def step(self, step_bytes: int = STEP_BYTES) -> list[LogHit] | None:
+    def step(self, step_bytes: int = STEP_BYTES) -> list[LogMatch] | None:
         """The lines found in the next `step_bytes`; None at the end."""
         if self._log is None:
             if not self._left:
                 return None
             rank = self._left.pop()
-            place = max(self._places.get(rank, 0), log_start(self._folder / str(rank)))
-            self._log = _OneLog(self._folder, rank, place)
+            offset = max(self._offsets.get(rank, 0), log_start(self._folder / str(rank)))
+            self._log = _OneLog(self._folder, rank, offset)
         hits, is_over = self._log.step(self._needle, self._is_case_blind, step_bytes)
-        self.places[self._log.rank] = self._log.place
+        self.offsets[self._log.rank] = self._log.offset
         if is_over:
             self._log = None
         return hits
 
 
 class _OneLog:
-    def __init__(self, folder: Path, rank: int, place: int) -> None:
+    def __init__(self, folder: Path, rank: int, offset: int) -> None:
         self.rank = rank
-        self.place = place  # always the start of a line, or of a piece of a very long one
+        self.offset = offset  # always the start of a line, or of a piece of a very long one
         self._folder = folder / str(rank)
         self._end = log_end(self._folder)
         self._times = LogTimes(self._folder)
 
     def step(
         self, needle: bytes, is_case_blind: bool, step_bytes: int
-    ) -> tuple[list[LogHit], bool]:
-        hits: list[LogHit] = []
-        until = min(self._end, self.place + step_bytes)
-        while self.place < until:
-            data, end = read_log(self._folder, self.place, CHUNK_BYTES)
+    ) -> tuple[list[LogMatch], bool]:
+        hits: list[LogMatch] = []
+        until = min(self._end, self.offset + step_bytes)
+        while self.offset < until:
+            data, end = read_log(self._folder, self.offset, CHUNK_BYTES)
             if not data:
                 return hits, True
             start = end - len(data)  # later than asked for, where much was dropped meanwhile
@@ -75,8 +75,8 @@ class _OneLog:
                 data, cut = self._long_line(start)
             data = data[:cut] if cut and end < self._end else data
             hits += self._found(needle, data, start, is_case_blind)
-            self.place = start + len(data)
-        return hits, self.place >= self._end
+            self.offset = start + len(data)
+        return hits, self.offset >= self._end
 
     def _long_line(self, start: int) -> tuple[bytes, int]:
         """More of a line that has no end in one chunk; in pieces if it is longer than that."""
@@ -88,7 +88,7 @@ class _OneLog:
                 break
         return data, data.rfind(b"\n") + 1
 
-    def _found(self, needle: bytes, data: bytes, start: int, is_case_blind: bool) -> list[LogHit]:
+    def _found(self, needle: bytes, data: bytes, start: int, is_case_blind: bool) -> list[LogMatch]:
         looked = _lowered(data) if is_case_blind else data
         hits, at, marks = [], 0, segments(self._folder)
         self._times.refresh()
@@ -98,7 +98,7 @@ class _OneLog:
             after = len(data) if end < 0 else end + 1
             text = data[begin : after if end < 0 else end]
             hits.append(
-                LogHit(
+                LogMatch(
                     rank=self.rank,
                     text=text[:SHOWN_BYTES].decode(errors="replace"),
                     time=self._times.at(start + after - 1, marks),
@@ -118,7 +118,7 @@ def _lowered(data: bytes) -> bytes:
     return lower if len(lower) == len(data) else data.lower()
 
 
-def lines_around(folder: Path, rank: int, at: int, before: int, after: int) -> list[PlacedLine]:
+def lines_around(folder: Path, rank: int, at: int, before: int, after: int) -> list[OffsetLine]:
     """Up to `before` lines that end at the place or before it, and `after` that begin at it.
 
     At most so many bytes of each.
@@ -130,8 +130,8 @@ def lines_around(folder: Path, rank: int, at: int, before: int, after: int) -> l
     return [*earlier[-before:], *_lines(folder, rank, at, at + AROUND_BYTES, after)]
 
 
-def _lines(folder: Path, rank: int, start: int, end: int, most: int) -> list[PlacedLine]:
-    lines: list[PlacedLine] = []
+def _lines(folder: Path, rank: int, start: int, end: int, most: int) -> list[OffsetLine]:
+    lines: list[OffsetLine] = []
     if start >= end or not most:
         return lines
     reader = RankLog(folder, rank, start)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 PAIR = struct.Struct("=Qd")
 RESOLUTION_S = 0.001  # bytes that are copied within this time share a pair
-MOST_OPEN = 32  # files, in one process
+MAX_OPEN = 32  # files, in one process
 
 _open: OrderedDict[Path, int] = OrderedDict()
 
@@ -33,7 +33,7 @@ def append_time(path: Path, offset: int, time: float) -> None:
     """
     file = _open.pop(path, None)
     if file is None:
-        while len(_open) >= MOST_OPEN:
+        while len(_open) >= MAX_OPEN:
             os.close(_open.popitem(last=False)[1])
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         file = os.open(path, flags, 0o600)

@@ -1,8 +1,6 @@
 """A client for etcd's v2 keys over plain HTTP. It moves keys and decides nothing.
 
 A missing key is an answer (None, False), never an error; a failure that may pass is Temporary.
-The client speaks HTTP itself: an agent on every host loads this file, and a general HTTP client
-would cost it a fifth of a second to load and ten times the processor time for each key.
 """
 
 from __future__ import annotations
@@ -17,12 +15,15 @@ import msgspec
 
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.mesh import escaped, key_path, split_endpoint
+from atoll.mesh.http import Response, ResponseParser, render_request
 
-KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401
-REQUEST_S = 5.0
-WATCH_S = 30.0
-MOST_BYTES = 64 << 20  # of one answer
-MOST_IDLE = 4  # connections kept open for the next request
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401  # error codes of etcd's v2 API
+REQUEST_S = 5.0  # etcd answers in milliseconds; its own election after a loss takes 1 to 2 s
+WATCH_S = 30.0  # after which a watch asks again, in case etcd was replaced by an empty one
+READ_BYTES = 64 << 10  # at a time; what a StreamReader holds back by default
+MAX_IDLE = 4  # connections kept open for the next request: as many as `MeshWatch` writes at once
 
 
 class KeyChange(NamedTuple):
@@ -33,23 +34,17 @@ class KeyChange(NamedTuple):
     version: int
 
 
-class _Answer(NamedTuple):
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
 class EtcdKeys:
     """The keys of one etcd. Safe to share among tasks; close it, or use it with `async with`."""
 
     def __init__(self, endpoint: str, request_s: float = REQUEST_S) -> None:
-        place = split_endpoint(endpoint)
-        if place is None:
+        host_port = split_endpoint(endpoint)
+        if host_port is None:
             raise ValidationError("etcd endpoint", endpoint, "expected host:port")
-        self._place = place
+        self._host_port = host_port
         self._endpoint = endpoint
         self._request_s = request_s
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
 
     async def __aenter__(self) -> EtcdKeys:
         return self
@@ -64,7 +59,10 @@ class EtcdKeys:
 
     async def close(self) -> None:
         while self._idle:
-            await self._idle.pop().close()
+            _, writer = self._idle.pop()
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def put(self, key: str, value: str, ttl_s: int | None = None) -> None:
         form = {"value": value} | ({} if ttl_s is None else {"ttl": str(ttl_s)})
@@ -104,8 +102,8 @@ class EtcdKeys:
         if answer is None:
             return None
         node = answer["node"]
-        is_gone = answer.get("action") in ("delete", "expire", "compareAndDelete")
-        value = None if is_gone else node.get("value")
+        is_deleted = answer.get("action") in ("delete", "expire", "compareAndDelete")
+        value = None if is_deleted else node.get("value")
         return KeyChange(node["key"].lstrip("/"), value, node["modifiedIndex"])
 
     async def _ask(
@@ -120,38 +118,42 @@ class EtcdKeys:
         path = key_path(key) + (f"?{_encoded(params)}" if params else "")
         try:
             async with asyncio.timeout(self._request_s if within_s is None else within_s):
-                answer = await self._exchange(method, path, _encoded(form or {}).encode())
+                answer = await self._exchange(method, path, _encoded(form or {}))
         except TimeoutError as error:
             raise _NothingCame(f"etcd at {self._endpoint} did not answer in time") from error
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        except (OSError, EOFError, ValueError) as error:
             why = str(error) or type(error).__name__
             raise Temporary(f"etcd at {self._endpoint}: {why}") from error
         version = answer.headers.get("x-etcd-index", "0")
         return self._decoded(answer), int(version) if version.isdigit() else 0
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> _Answer:
-        """The answer, over an idle connection if there is one; it may be stale, so others follow.
+    async def _exchange(self, method: str, path: str, form: str) -> Response:
+        """Sends over an idle connection if there is one; that may be stale, so others follow.
 
         etcd may thus see a request more than once, which does no harm to any request made here.
         """
+        request = render_request(self._host_port, method, path, form)
         while self._idle:
             with contextlib.suppress(OSError, EOFError):
-                return await self._over(self._idle.pop(), method, path, body)
-        return await self._over(await _Connection.open(*self._place), method, path, body)
+                return await self._send(self._idle.pop(), request)
+        return await self._send(await asyncio.open_connection(*self._host_port), request)
 
-    async def _over(self, line: _Connection, method: str, path: str, body: bytes) -> _Answer:
+    async def _send(self, connection: Connection, request: bytes) -> Response:
+        reader, writer = connection
+        parser, response = ResponseParser(), None
         try:
-            answer = await line.ask(method, path, body)
-        except BaseException:
-            line.drop()
-            raise
-        if line.is_reusable and len(self._idle) < MOST_IDLE:
-            self._idle.append(line)
-        else:
-            line.drop()
-        return answer
+            writer.write(request)
+            await writer.drain()
+            while response is None:
+                response = parser.feed(await reader.read(READ_BYTES))
+        finally:
+            if response and response.is_reusable and len(self._idle) < MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                writer.close()
+        return response
 
-    def _decoded(self, answer: _Answer) -> dict[str, Any] | None:
+    def _decoded(self, answer: Response) -> dict[str, Any] | None:
         where = f"etcd at {self._endpoint}"
         is_good = 200 <= answer.status < 300
         if answer.status >= 500:
@@ -172,71 +174,8 @@ class EtcdKeys:
         raise Permanent(f"{where} answered {answer.status}: {body.get('message')}")
 
 
-class _Connection:
-    """One HTTP/1.1 connection, one request at a time."""
-
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._host = host
-        self.is_reusable = True
-
-    @classmethod
-    async def open(cls, name: str, port: int) -> _Connection:
-        reader, writer = await asyncio.open_connection(name, port)
-        return cls(reader, writer, f"[{name}]:{port}" if ":" in name else f"{name}:{port}")
-
-    def drop(self) -> None:
-        self._writer.close()
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
-
-    async def ask(self, method: str, path: str, body: bytes) -> _Answer:
-        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\n"
-        if body:
-            head += "Content-Type: application/x-www-form-urlencoded\r\n"
-        self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode("ascii") + body)
-        await self._writer.drain()
-        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        version, code = first.split(" ", 2)[:2]
-        if not version.startswith("HTTP/"):
-            raise ValueError("the answer is not HTTP")
-        pairs = (line.partition(":") for line in lines if line)
-        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        return _Answer(int(code), headers, await self._body(headers))
-
-    async def _body(self, headers: Mapping[str, str]) -> bytes:
-        self.is_reusable = headers.get("connection", "").lower() != "close"
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            return await self._chunks()
-        if "content-length" in headers:
-            return await self._reader.readexactly(_checked(int(headers["content-length"])))
-        self.is_reusable = False
-        return await self._reader.read(MOST_BYTES)
-
-    async def _chunks(self) -> bytes:
-        parts: list[bytes] = []
-        total = 0
-        while size := int((await self._reader.readline()).split(b";")[0] or b"x", 16):
-            total = _checked(total + size)
-            parts.append((await self._reader.readexactly(size + 2))[:-2])
-        await self._reader.readline()
-        return b"".join(parts)
-
-
 class _NothingCame(Temporary):
     """No answer came in time; for a watch that means that nothing changed."""
-
-
-def _checked(size: int) -> int:
-    if not 0 <= size <= MOST_BYTES:
-        raise ValueError(f"an answer of {size} bytes was announced")
-    return size
 
 
 def _encoded(form: Mapping[str, str]) -> str:

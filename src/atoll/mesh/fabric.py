@@ -21,14 +21,14 @@ from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
 from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import FABRIC_DIR, NAMED, HostRoster, ReachReport
+from atoll.mesh.reach import FABRIC_DIR, MAX_NAMED, Membership, ReachReport
 
 PROBE_S = 1.0  # the limit for answering a peer's probe
 PATIENCE_S = 1.0  # the limit for all tries of one probe
 COMPANY_S = 0.25  # after which another try joins one that hangs, if the peer was reached before
 RETRY_S = 0.05  # the same if it was not, and the pause after a failed probe
 RETRY_MORE_S = 0.005  # is added to RETRY_S for every peer that is not reached
-LONGEST_RETRY_S = 1.0  # between tries to reach etcd
+MAX_RETRY_S = 1.0  # between tries to reach etcd
 RECHECK_S = 5.0  # between probes of a peer that was reached
 AT_ONCE = 64  # probes in flight
 SETTLE_S = 0.02  # changes this close together make one report
@@ -38,10 +38,12 @@ HELLO = b"atoll-fabric "
 class Agent:
     """One host's view of a roster."""
 
-    def __init__(self, host: str, tell: Callable[[ReachReport], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, host: str, publish: Callable[[ReachReport], Coroutine[Any, Any, None]]
+    ) -> None:
         self._host = host
-        self._tell = tell
-        self._roster: HostRoster | None = None
+        self._publish = publish
+        self._membership: Membership | None = None
         self._reached: set[str] = set()
         self._tried: set[str] = set()
         self._nudges: dict[str, asyncio.Event] = {}
@@ -60,13 +62,13 @@ class Agent:
                     self._nudge(line.removeprefix(HELLO).strip().decode())
         writer.close()
 
-    def follow(self, roster: HostRoster) -> None:
+    def follow(self, membership: Membership) -> None:
         """From now on, reports are about this roster. What is known of hosts that stay counts."""
-        if self._roster is not None and roster.version <= self._roster.version:
+        if self._membership is not None and membership.version <= self._membership.version:
             return
-        before = self._roster.addresses if self._roster else {}
-        self._roster = roster
-        others = {host: at for host, at in roster.addresses.items() if host != self._host}
+        before = self._membership.addresses if self._membership else {}
+        self._membership = membership
+        others = {host: at for host, at in membership.addresses.items() if host != self._host}
         for host in [host for host in self._probes if before.get(host) != others.get(host)]:
             self._probes.pop(host).cancel()
             self._reached.discard(host)
@@ -86,29 +88,29 @@ class Agent:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            roster = self._roster
-            if roster is None or len(self._tried) < len(self._nudges):
+            membership = self._membership
+            if membership is None or len(self._tried) < len(self._nudges):
                 continue
             if len(self._reached) < len(self._nudges):
                 await asyncio.sleep(SETTLE_S)
-            current = self._current(roster)
-            if current == last_report or roster is not self._roster:
+            current = self._current(membership)
+            if current == last_report or membership is not self._membership:
                 continue
             try:
-                await self._tell(current)
+                await self._publish(current)
                 last_report = current
             except BackendError:
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
 
-    def _current(self, roster: HostRoster) -> ReachReport:
+    def _current(self, membership: Membership) -> ReachReport:
         missing = sorted(set(self._nudges) - self._reached)
         return ReachReport(
             host=self._host,
-            roster=roster.version,
+            membership=membership.version,
             reached=len(self._reached),
             unreached=len(missing),
-            named=missing[:NAMED],
+            named=missing[:MAX_NAMED],
         )
 
     async def _watch_peer(self, peer: str, address: str, port: int) -> None:
@@ -175,37 +177,41 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
     """Listen on `address` and meet the others at `endpoint` until cancelled."""
     async with EtcdKeys(endpoint) as keys:
 
-        async def tell(report: ReachReport) -> None:
+        async def publish(report: ReachReport) -> None:
             await keys.put(f"{folder}/reports/{host}", encode(report).decode())
 
-        agent = Agent(host, tell)
+        agent = Agent(host, publish)
         server = await asyncio.start_server(agent.answer, address, 0, backlog=1024)
-        place = server.sockets[0].getsockname()[:2]
+        listen_address = server.sockets[0].getsockname()[:2]
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(agent.report())
-            await _follow_roster(keys, folder, agent, f"{folder}/hosts/{host}", encode(place))
+            await _follow_membership(
+                keys, folder, agent, f"{folder}/hosts/{host}", encode(listen_address)
+            )
 
 
-async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, place: bytes) -> None:
+async def _follow_membership(
+    keys: EtcdKeys, folder: str, agent: Agent, own: str, listen_address: bytes
+) -> None:
     """Keep this host's place in etcd, and the agent on the newest roster, for ever.
 
     Both are checked again when nothing has come for a while: an etcd that was replaced is empty and
     would report no change.
     """
-    roster, retry = f"{folder}/roster", Retry(RETRY_S, LONGEST_RETRY_S)
+    membership, retry = f"{folder}/membership", Retry(RETRY_S, MAX_RETRY_S)
     while True:
         try:
-            if await keys.get(own) != place.decode():
-                await keys.put(own, place.decode())
-            values, index = await keys.list(roster)
-            value = values.get(roster)
+            if await keys.get(own) != listen_address.decode():
+                await keys.put(own, listen_address.decode())
+            values, index = await keys.list(membership)
+            value = values.get(membership)
             retry.has_worked()
-            is_quiet = False
-            while not is_quiet:
+            is_idle = False
+            while not is_idle:
                 if value is not None:
                     _follow(agent, value)
-                change = await keys.next_change(roster, index)
-                is_quiet = change is None
+                change = await keys.next_change(membership, index)
+                is_idle = change is None
                 if change is not None:
                     value, index = change.value, change.version
         except BackendError:
@@ -214,7 +220,7 @@ async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, pl
 
 def _follow(agent: Agent, value: str) -> None:
     with contextlib.suppress(ValidationError):  # not written by us
-        agent.follow(decode(value, HostRoster))
+        agent.follow(decode(value, Membership))
 
 
 @click.command()

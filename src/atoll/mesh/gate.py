@@ -1,7 +1,6 @@
 """The gate at which a rank waits until its host's network is ready.
 
-It never raises, and opens by itself after its timeout. It uses plain sockets and reads only the
-first line of an HTTP answer: http.client would cost each rank 25 ms of imports.
+It never raises, and opens by itself after its timeout.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from atoll.core.mesh import degraded_path, ready_path, split_endpoint
 from atoll.core.retry import Retry
-
-if TYPE_CHECKING:
-    import socket
+from atoll.mesh.http import http_status
 
 MeshStatus = Literal["ready", "degraded", "timeout"]
 
 REQUEST_S = 2.0  # one request, name lookup included
-LEAST_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
+MIN_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
 HOST_NAMES = ("NODE_NAME", "KUBERNETES_NODE_NAME")
 # The first variable that is set counts; one that is set to nothing says that the training has no
 # gate. A c10d training needs that: there the second variable names a TCPStore, not an etcd.
@@ -49,15 +46,15 @@ def mesh_wait(timeout: float = 60) -> None:
         return
     limit = _seconds(timeout)
     _say(f"BEGIN host={host!r} endpoint={endpoint!r} timeout={limit:g}s")
-    place = split_endpoint(endpoint)
-    if place is None:
+    host_port = split_endpoint(endpoint)
+    if host_port is None:
         _last = "timeout"  # waiting would not make it right
         _say(f"TIMEOUT after=0s bad endpoint {endpoint!r}, expected host:port")
         return
     started = time.monotonic()
-    _last, why = _poll(place, host, started + limit)
-    word = {"ready": "OK", "degraded": "DEGRADED", "timeout": "TIMEOUT"}[_last]
-    _say(f"{word} after={time.monotonic() - started:.0f}s host={host!r}{why}")
+    _last, why = _poll(host_port, host, started + limit)
+    label = {"ready": "OK", "degraded": "DEGRADED", "timeout": "TIMEOUT"}[_last]
+    _say(f"{label} after={time.monotonic() - started:.0f}s host={host!r}{why}")
 
 
 def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshStatus, str]:
@@ -71,7 +68,7 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
     while True:
         for outcome, path in outcomes:
             left = deadline - time.monotonic()
-            code, why = http_status(endpoint, path, min(REQUEST_S, max(left, LEAST_REQUEST_S)))
+            code, why = http_status(endpoint, path, min(REQUEST_S, max(left, MIN_REQUEST_S)))
             if code == 200:
                 return outcome, ""
             if code is None or time.monotonic() >= deadline:
@@ -80,86 +77,6 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
         if pause_s is None:
             return "timeout", f" last: {why}"
         time.sleep(pause_s)
-
-
-def http_status(
-    endpoint: tuple[str, int], path: str, limit: float, method: str = "GET", form: str = ""
-) -> tuple[int | None, str]:
-    """The HTTP status of one request, or None if none came within `limit`; and why, in words."""
-    deadline = time.monotonic() + limit
-    name, port = endpoint
-    host = f"[{name}]" if ":" in name else name
-    request = f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
-    if form:
-        kind = "application/x-www-form-urlencoded"
-        request += f"Content-Type: {kind}\r\nContent-Length: {len(form)}\r\n"
-    request += f"\r\n{form}"
-    try:
-        with _connected(name, port, deadline) as link:
-            link.sendall(request.encode("ascii", "replace"))
-            code = _status_line(link, deadline)
-    except (OSError, ValueError, RuntimeError) as error:
-        return None, str(error) or type(error).__name__
-    return code, f"HTTP {code}" if code else "the answer is not HTTP"
-
-
-def _connected(name: str, port: int, deadline: float) -> socket.socket:
-    import socket
-
-    error = OSError(f"no address found for {name!r}")
-    for family, kind, proto, _, address in _addresses(name, port, deadline):
-        link = socket.socket(family, kind, proto)
-        try:
-            link.settimeout(_left(deadline))
-            link.connect(address)
-            return link
-        except OSError as refused:
-            link.close()
-            error = refused
-    raise error
-
-
-def _addresses(name: str, port: int, deadline: float) -> list[tuple[int, int, int, str, tuple]]:  # type: ignore[type-arg]
-    """Looked up in a thread: a resolver takes no deadline and may hang."""
-    import socket
-    import threading
-
-    addresses: list[tuple] = []  # type: ignore[type-arg]
-
-    def look(flags: int = 0) -> None:
-        try:
-            addresses.extend(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags))
-        except (OSError, ValueError):
-            pass
-
-    look(socket.AI_NUMERICHOST)
-    if not addresses:
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        thread.join(_left(deadline))
-    return list(addresses)
-
-
-def _status_line(link: socket.socket, deadline: float) -> int | None:
-    """The 200 of `HTTP/1.1 200 OK`; None if the answer does not begin like that."""
-    head = b""
-    while b"\n" not in head and len(head) < 1024:
-        link.settimeout(_left(deadline))  # for the whole line, so that a trickle ends too
-        more = link.recv(256)
-        if not more:
-            break
-        head += more
-    parts = head.split(b"\n", 1)[0].split()
-    if len(parts) < 2 or not parts[0].startswith(b"HTTP/") or len(parts[1]) != 3:
-        return None
-    return int(parts[1]) if parts[1].isdigit() else None
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("no answer in time")
-    return left
 
 
 def _seconds(timeout: object) -> float:

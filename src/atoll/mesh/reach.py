@@ -13,8 +13,8 @@ from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 
 FABRIC_DIR = "atoll/fabric"  # under it: hosts/<host>, roster, reports/<host>
-NAMED = 32  # hosts that a report names; of more it gives only the number
-PAIRS_SHOWN = 8
+MAX_NAMED = 32  # hosts that a report names; of more it gives only the number
+MAX_PAIRS = 8
 DEADLINE_S = 60.0  # after which ranks are let in with what there is
 
 
@@ -28,7 +28,7 @@ def host_of(agent: str) -> str:
     return agent.rpartition("@")[2]
 
 
-class HostRoster(Model, frozen=True):
+class Membership(Model, frozen=True):
     """The hosts that must reach each other, and where each one's agent listens."""
 
     version: int
@@ -39,7 +39,7 @@ class ReachReport(Model, frozen=True):
     """What one host's agent says about a roster; its newest report counts."""
 
     host: str
-    roster: int
+    membership: int
     reached: int
     unreached: int = 0
     named: list[str] = []  # the first few of the unreached
@@ -53,28 +53,28 @@ class MeshVerdict(NamedTuple):
 class Fabric:
     """The reports so far. Folding one in costs its length, judging costs that of the bad ones."""
 
-    def __init__(self, roster: HostRoster | None = None) -> None:
-        self._roster = roster
+    def __init__(self, membership: Membership | None = None) -> None:
+        self._membership = membership
         self._reporters: set[str] = set()
         self._bad: dict[str, ReachReport] = {}
 
     @property
-    def roster(self) -> HostRoster | None:
-        return self._roster
+    def membership(self) -> Membership | None:
+        return self._membership
 
-    def enlist(self, roster: HostRoster) -> None:
+    def enlist(self, membership: Membership) -> None:
         """From now on this roster counts, and reports on an older one do not."""
-        if self._roster is None or roster.version > self._roster.version:
-            self.__init__(roster)  # type: ignore[misc]
+        if self._membership is None or membership.version > self._membership.version:
+            self.__init__(membership)  # type: ignore[misc]
 
     def fold(self, report: ReachReport) -> None:
         """Take the report into account, unless it is about another roster or by a stranger."""
-        roster = self._roster
-        if roster is None or report.roster != roster.version:
+        membership = self._membership
+        if membership is None or report.membership != membership.version:
             return
-        if report.host not in roster.addresses:
+        if report.host not in membership.addresses:
             return
-        others = len(roster.addresses) - 1
+        others = len(membership.addresses) - 1
         self._reporters.add(report.host)
         # A peer that a report does not mention is not reached: the agent may have just begun.
         if report.reached >= others:
@@ -83,18 +83,18 @@ class Fabric:
             self._bad[report.host] = report
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Every host has reported, and reached every other."""
-        if self._roster is None or self._bad:
+        if self._membership is None or self._bad:
             return False
-        return len(self._reporters) == len(self._roster.addresses)
+        return len(self._reporters) == len(self._membership.addresses)
 
     def judge(self, *, is_overdue: bool, missing: Collection[str] = ()) -> MeshVerdict:
         """Ready if whole; otherwise Pending, or Degraded once the deadline has passed.
 
         `missing` are hosts that are not on the roster yet, as their agents have not come up.
         """
-        if self.is_whole and not missing:
+        if self.is_complete and not missing:
             return MeshVerdict(MeshState.READY, "")
         state = MeshState.DEGRADED if is_overdue else MeshState.PENDING
         return MeshVerdict(state, self._message(sorted(missing)))
@@ -102,12 +102,12 @@ class Fabric:
     def _message(self, missing: list[str]) -> str:
         if missing:
             return f"not all hosts have come up: no agent on {_few(missing)}"
-        if self._roster is None:
+        if self._membership is None:
             return "not all hosts have come up"
         parts = []
         if self._bad:
             parts.append(f"cannot talk: {self._pairs()}")
-        silent = sorted(set(self._roster.addresses) - self._reporters)
+        silent = sorted(set(self._membership.addresses) - self._reporters)
         if silent:
             parts.append(f"no word from {_few(silent)}")
         return "; ".join(parts)
@@ -122,10 +122,10 @@ class Fabric:
             elif a < b:
                 pairs.append(f"{a} <-> {b}")
         unnamed = sum(bad.unreached - len(bad.named) for bad in self._bad.values())
-        more = max(len(pairs) - PAIRS_SHOWN, 0) + unnamed
-        return ", ".join(pairs[:PAIRS_SHOWN]) + (f" and {more} more" if more else "")
+        more = max(len(pairs) - MAX_PAIRS, 0) + unnamed
+        return ", ".join(pairs[:MAX_PAIRS]) + (f" and {more} more" if more else "")
 
 
 def _few(hosts: list[str]) -> str:
-    more = len(hosts) - PAIRS_SHOWN
-    return ", ".join(hosts[:PAIRS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(hosts) - MAX_PAIRS
+    return ", ".join(hosts[:MAX_PAIRS]) + (f" and {more} more" if more > 0 else "")

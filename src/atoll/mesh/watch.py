@@ -21,14 +21,14 @@ from atoll.mesh.reach import (
     DEADLINE_S,
     FABRIC_DIR,
     Fabric,
-    HostRoster,
+    Membership,
     MeshVerdict,
     ReachReport,
     host_of,
 )
 
-AGAIN_S, LONGEST_AGAIN_S = 0.2, 2.0
-AT_ONCE = 4  # keys written at a time: as many as etcd.MOST_IDLE connections
+AGAIN_S, MAX_AGAIN_S = 0.2, 2.0
+AT_ONCE = 4  # keys written at a time: as many as etcd.MAX_IDLE connections
 
 
 class MeshWatch:
@@ -53,7 +53,7 @@ class MeshWatch:
         self._folder = folder
         self._agents: frozenset[str] = frozenset()
         self._all_hosts: set[str] = set()  # those of now and before: their keys are ours to remove
-        self._places: dict[str, tuple[str, int]] = {}
+        self._addresses: dict[str, tuple[str, int]] = {}
         self._fabric = Fabric()
         self._version = 0  # of the newest roster
         self._is_overdue = False
@@ -84,7 +84,7 @@ class MeshWatch:
         # What is left of a whole mesh is still whole: the verdict stays while it is checked.
         self._is_only_fewer = self.verdict.state is MeshState.READY and self._agents <= before
         self._all_hosts |= self.hosts
-        self._places, self._gate_keys = {}, set()
+        self._addresses, self._gate_keys = {}, set()
         self._is_gate_known.clear()
         self._is_overdue = self._was_ready = False
         async with asyncio.TaskGroup() as tasks:
@@ -109,10 +109,10 @@ class MeshWatch:
         while True:
             if await self._has_worked(self._settle()):
                 return
-            await asyncio.sleep(LONGEST_AGAIN_S)
+            await asyncio.sleep(MAX_AGAIN_S)
 
     async def _follow(self) -> None:
-        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
+        retry = Retry(AGAIN_S, MAX_AGAIN_S, growth=1.5)
         while True:
             if await self._has_worked(self._follow_once()):
                 retry.has_worked()
@@ -121,7 +121,7 @@ class MeshWatch:
 
     async def _guard(self) -> None:
         """Puts the gate's keys right whenever somebody else has changed them, for ever."""
-        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
+        retry = Retry(AGAIN_S, MAX_AGAIN_S, growth=1.5)
         while True:
             if await self._has_worked(self._guard_once()):
                 retry.has_worked()
@@ -131,9 +131,9 @@ class MeshWatch:
         await self._is_gate_known.wait()
         async with self._gate_lock:
             present, index = await self._keys.list(GATE_DIR)
-            roster = await self._keys.get(f"{self._folder}/roster")
+            membership = await self._keys.get(f"{self._folder}/membership")
             strange, missing = present.keys() - self._gate_keys, self._gate_keys - present.keys()
-            is_lost = bool(missing) and roster is None  # an etcd that came back empty
+            is_lost = bool(missing) and membership is None  # an etcd that came back empty
             if not is_lost:
                 for key in sorted({_of_host(key) for key in strange}):
                     await self._keys.delete_all(key)
@@ -155,14 +155,14 @@ class MeshWatch:
         except BackendError as error:
             if self.verdict.state is not MeshState.READY:
                 state = MeshState.DEGRADED if self._is_overdue else MeshState.PENDING
-                self._tell(MeshVerdict(state, str(error)))
+                self._set_verdict(MeshVerdict(state, str(error)))
             return False
         return True
 
     async def _follow_once(self) -> None:
         """Follow the changes until none has come for a while, as a replaced etcd reports none."""
         values, index = await self._keys.list(self._folder)
-        if f"{self._folder}/roster" not in values:
+        if f"{self._folder}/membership" not in values:
             self._fabric = Fabric()
         for key, value in sorted(values.items(), key=lambda item: "/reports/" in item[0]):
             self._note(key, value)
@@ -183,39 +183,39 @@ class MeshWatch:
         kind, _, agent = key.removeprefix(self._folder + "/").partition("/")
         with contextlib.suppress(ValidationError):  # not written by an agent of ours
             if kind == "hosts":
-                place = decode(value, tuple[str, int])
+                address = decode(value, tuple[str, int])
                 self._all_hosts.add(host_of(agent))
                 if agent in self._agents:
-                    self._places[agent] = place
-            elif kind == "roster":
-                self._enlist(decode(value, HostRoster))
+                    self._addresses[agent] = address
+            elif kind == "membership":
+                self._enlist(decode(value, Membership))
             elif kind == "reports":
                 self._fabric.fold(decode(value, ReachReport))
 
-    def _enlist(self, roster: HostRoster) -> None:
-        self._fabric.enlist(roster)
-        self._version = max(self._version, roster.version)
+    def _enlist(self, membership: Membership) -> None:
+        self._fabric.enlist(membership)
+        self._version = max(self._version, membership.version)
 
     async def _settle(self) -> None:
         """Roster, keys and verdict are what follows from the agents and reports known now."""
-        roster = self._fabric.roster
-        is_complete = len(self._places) == len(self._agents)
-        if is_complete and (roster is None or roster.addresses != self._places):
+        membership = self._fabric.membership
+        is_complete = len(self._addresses) == len(self._agents)
+        if is_complete and (membership is None or membership.addresses != self._addresses):
             # Agents follow the highest version; a successor with an empty etcd must exceed it too.
             version = max(self._version + 1, int(time.time() * 1000))
-            new = HostRoster(version=version, addresses=dict(self._places))
-            await self._keys.put(f"{self._folder}/roster", encode(new).decode())
+            new = Membership(version=version, addresses=dict(self._addresses))
+            await self._keys.put(f"{self._folder}/membership", encode(new).decode())
             self._enlist(new)
         verdict = self._fabric.judge(
             is_overdue=self._is_overdue or self._was_ready,
-            missing=self._agents.difference(self._places),
+            missing=self._agents.difference(self._addresses),
         )
         self._was_ready = self._was_ready or verdict.state is MeshState.READY
         await self._mark(verdict.state)
         if verdict.state is not MeshState.PENDING or not self._is_only_fewer:
-            self._tell(verdict)
+            self._set_verdict(verdict)
 
-    def _tell(self, verdict: MeshVerdict) -> None:
+    def _set_verdict(self, verdict: MeshVerdict) -> None:
         if verdict != self.verdict:
             self.verdict = verdict
             self._on_verdict(verdict)

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, Series
+from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, Series
 
-LEAST_BINS = 20
+MIN_BINS = 20
 POINTS_A_BIN = 2  # of a rank, where there are several
 PAUSE = 8  # times as long as usual without a point is a gap
 
@@ -35,24 +35,24 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
     for long, and in a lone series where the next attempt begins.
     """
     if len(series) > 1:
-        count = min(count, max(LEAST_BINS, int((end - start) / _usual_spacing(series))))
+        count = min(count, max(MIN_BINS, int((end - start) / _usual_spacing(series))))
     width = max(end - start, 1e-9) / count
-    held: dict[int, list[tuple[float, float, float]]] = {}  # least, mean, largest of each rank
+    by_bin: dict[int, list[tuple[float, float, float]]] = {}  # least, mean, largest of each rank
     bad = 0
     for one in series:
         columns = one.columns
         times, numbers, wrong = columns[AT], columns[COUNT], columns[BAD]
         last = count - 1
-        places = [min(last, int((at - start) / width)) for at in times]
-        rows = zip(places, columns[LEAST], columns[MEAN], columns[LARGEST], strict=True)
-        is_whole = len(times) and start <= min(times) and max(times) <= end
-        if is_whole and 0.0 not in numbers and len(set(places)) == len(places):
+        bins = [min(last, int((at - start) / width)) for at in times]
+        rows = zip(bins, columns[MIN], columns[MEAN], columns[MAX], strict=True)
+        is_inside = len(times) and start <= min(times) and max(times) <= end
+        if is_inside and 0.0 not in numbers and len(set(bins)) == len(bins):
             bad += int(sum(wrong))
-            for place, least, mean, largest in rows:
-                held.setdefault(place, []).append((least, mean, largest))
+            for index, least, mean, largest in rows:
+                by_bin.setdefault(index, []).append((least, mean, largest))
             continue
         own: dict[int, list[float]] = {}
-        for at, number, off, (place, least, mean, largest) in zip(
+        for at, number, off, (index, least, mean, largest) in zip(
             times, numbers, wrong, rows, strict=True
         ):
             if not start <= at <= end:
@@ -60,30 +60,32 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
             bad += int(off)
             if not number:
                 continue
-            seen = own.get(place)
-            if seen is None:
-                own[place] = [least, mean, largest, number]
+            merged = own.get(index)
+            if merged is None:
+                own[index] = [least, mean, largest, number]
             else:
-                total = seen[3] + number
+                total = merged[3] + number
                 # In two parts: a sum could overflow where the mean does not.
-                seen[1] = seen[1] * (seen[3] / total) + mean * (number / total)
-                seen[0], seen[2] = min(seen[0], least), max(seen[2], largest)
-                seen[3] = total
-        for place, (least, mean, largest, _) in own.items():
-            held.setdefault(place, []).append((least, mean, largest))
+                merged[1] = merged[1] * (merged[3] / total) + mean * (number / total)
+                merged[0], merged[2] = min(merged[0], least), max(merged[2], largest)
+                merged[3] = total
+        for index, (least, mean, largest, _) in own.items():
+            by_bin.setdefault(index, []).append((least, mean, largest))
     band = Band([], [], [], [], [], [], [], bad)
-    for place in sorted(held):
-        lows, unsorted_means, highs = zip(*held[place], strict=True)
+    for index in sorted(by_bin):
+        lows, unsorted_means, highs = zip(*by_bin[index], strict=True)
         means = sorted(unsorted_means)
-        band.at.append(start + (place + 0.5) * width)
+        band.at.append(start + (index + 0.5) * width)
         band.low.append(min(lows))
-        band.p10.append(_share(means, 0.1))
+        band.p10.append(_quantile(means, 0.1))
         band.mean.append(math.fsum(mean / len(means) for mean in means))
-        band.p90.append(_share(means, 0.9))
+        band.p90.append(_quantile(means, 0.9))
         band.high.append(max(highs))
         band.ranks.append(len(means))
-    begun = _attempts(series[0]) if len(series) == 1 else []
-    return _broken(band, {min(count - 1, int((at - start) / width)) for at in begun}, start, width)
+    starts = _attempt_starts(series[0]) if len(series) == 1 else []
+    return _with_gaps(
+        band, {min(count - 1, int((at - start) / width)) for at in starts}, start, width
+    )
 
 
 def _usual_spacing(series: Sequence[Series]) -> float:
@@ -96,26 +98,26 @@ def _usual_spacing(series: Sequence[Series]) -> float:
     return POINTS_A_BIN * max(spacings[len(spacings) // 2], 1e-9) if spacings else 1e-9
 
 
-def _attempts(one: Series) -> list[float]:
+def _attempt_starts(one: Series) -> list[float]:
     """When attempts after the first one told something for the first time."""
     attempts, times = one.columns[ATTEMPT], one.columns[AT]
     return [times[n] for n in range(1, len(one)) if attempts[n] != attempts[n - 1]]
 
 
-def _broken(band: Band, begun: set[int], start: float, width: float) -> Band:
+def _with_gaps(band: Band, starts: set[int], start: float, width: float) -> Band:
     """The band with a row of NaN in each gap. `begun`: bins in which another attempt begins."""
-    apart = sorted(b - a for a, b in zip(band.at, band.at[1:], strict=False))
-    usual = apart[len(apart) // 2] if len(apart) > 2 else math.inf
-    whole = Band([], [], [], [], [], [], [], band.bad)
+    gaps = sorted(b - a for a, b in zip(band.at, band.at[1:], strict=False))
+    usual = gaps[len(gaps) // 2] if len(gaps) > 2 else math.inf
+    complete = Band([], [], [], [], [], [], [], band.bad)
     columns = list(zip(*band[:7], strict=True))
     for number, row in enumerate(columns):
         if number:
             before = columns[number - 1][0]
-            is_next = any(before < start + (bin_ + 0.5) * width <= row[0] for bin_ in begun)
+            is_next = any(before < start + (bin_ + 0.5) * width <= row[0] for bin_ in starts)
             if is_next or row[0] - before > PAUSE * usual:
-                _append(whole, ((before + row[0]) / 2, *[math.nan] * 5, 0))
-        _append(whole, row)
-    return whole
+                _append(complete, ((before + row[0]) / 2, *[math.nan] * 5, 0))
+        _append(complete, row)
+    return complete
 
 
 def _append(band: Band, row: Sequence[float]) -> None:
@@ -124,9 +126,9 @@ def _append(band: Band, row: Sequence[float]) -> None:
         column.append(part)
 
 
-def _share(values: Sequence[float], share: float) -> float:
+def _quantile(values: Sequence[float], share: float) -> float:
     """The value below which that share of the sorted values lies."""
-    place = share * (len(values) - 1)
-    low = int(place)
+    index = share * (len(values) - 1)
+    low = int(index)
     high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
+    return values[low] + (values[high] - values[low]) * (index - low)

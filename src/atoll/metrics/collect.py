@@ -22,17 +22,17 @@ from atoll.core.errors import AtollError, BackendError, ValidationError
 from atoll.core.metrics import MACHINE, RankUsage
 from atoll.core.ports import TrainingIndex
 from atoll.core.status import Training
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 
 EVERY_S = 1.0
 OBJECTS_EVERY_S = 15.0
 USE_EVERY_S = 5.0
-MOST_AT_ONCE = 8 * 2**20  # bytes read of one folder in one round
+MAX_AT_ONCE = 8 * 2**20  # bytes read of one folder in one round
 
 log = logging.getLogger(__name__)
 
 
-class FigureReader(Protocol):
+class MetricReader(Protocol):
     """Where one training's ranks report to."""
 
     uid: str
@@ -41,7 +41,7 @@ class FigureReader(Protocol):
     is_last: bool  # its ranks have ended
     turn: threading.Lock
 
-    def read(self, keeper: SeriesKeeper) -> bool:
+    def read(self, metric_store: MetricStore) -> bool:
         """Keeps what is new. Whether there may be more at once. Raises OSError."""
 
     def remove(self) -> None: ...
@@ -56,40 +56,40 @@ class FolderReader:
         self.turn = threading.Lock()
         self.uid = uid
         self._folder = folder
-        self._places: dict[str, int] = {}  # by file: what is kept already
+        self._offsets: dict[str, int] = {}  # by file: what is kept already
         self.is_last = False  # its ranks have ended
 
-    def read(self, keeper: SeriesKeeper) -> bool:
+    def read(self, metric_store: MetricStore) -> bool:
         """Keeps what is new. Whether there may be more at once."""
         with contextlib.suppress(FileNotFoundError):
             entries = sorted((e.name, e.stat().st_size) for e in os.scandir(self._folder))
-            return self._read(entries, keeper)
+            return self._read(entries, metric_store)
         return False
 
-    def _read(self, entries: list[tuple[str, int]], keeper: SeriesKeeper) -> bool:
+    def _read(self, entries: list[tuple[str, int]], metric_store: MetricStore) -> bool:
         lines: list[bytes] = []
-        places: dict[str, int] = {}
+        offsets: dict[str, int] = {}
         total = 0
         for name, size in entries:
-            start = self._places.get(name, 0)
+            start = self._offsets.get(name, 0)
             if size <= start:
                 continue
-            if total >= MOST_AT_ONCE:
+            if total >= MAX_AT_ONCE:
                 break
             with open(self._folder / name, "rb") as file:
                 file.seek(start)
-                data = file.read(MOST_AT_ONCE)
+                data = file.read(MAX_AT_ONCE)
             end = data.rfind(b"\n") + 1  # the rest is not whole yet
-            if not end and len(data) == MOST_AT_ONCE:
+            if not end and len(data) == MAX_AT_ONCE:
                 end = len(data)  # of a line that is too long to be a report: it is refused
             lines += data[:end].splitlines()
-            places[name] = start + end
+            offsets[name] = start + end
             total += end
         if lines:
-            keep_lines(self.uid, lines, keeper)
-            self._places |= places
+            store_lines(self.uid, lines, metric_store)
+            self._offsets |= offsets
         self._clear([name for name, _ in entries])
-        return total >= MOST_AT_ONCE
+        return total >= MAX_AT_ONCE
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -97,15 +97,15 @@ class FolderReader:
     def _clear(self, names: Iterable[str]) -> None:
         """Removes files that were read whole and have a successor of the same process."""
         last = {name.rpartition(".")[0]: name for name in sorted(names)}
-        for name in list(self._places):
+        for name in list(self._offsets):
             if last.get(name.rpartition(".")[0], name) == name:
                 continue
             path = self._folder / name
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_size > self._places[name]:
+                if path.stat().st_size > self._offsets[name]:
                     continue
                 path.unlink()
-            del self._places[name]
+            del self._offsets[name]
 
 
 class ObjectReader:
@@ -120,13 +120,13 @@ class ObjectReader:
         self._store: Objects | None = None
         self.is_last = False
 
-    def read(self, keeper: SeriesKeeper) -> bool:
+    def read(self, metric_store: MetricStore) -> bool:
         try:
-            return self._read(keeper)
+            return self._read(metric_store)
         except BackendError as error:
             raise OSError(str(error)) from error
 
-    def _read(self, keeper: SeriesKeeper) -> bool:
+    def _read(self, metric_store: MetricStore) -> bool:
         if self._store is None:
             self._store = Objects.open(self._uri)
         total, done = 0, list[str]()
@@ -134,13 +134,13 @@ class ObjectReader:
         for name in names:
             done.append(name)
             try:
-                data = self._store.get(name, MOST_AT_ONCE) or b""
+                data = self._store.get(name, MAX_AT_ONCE) or b""
             except ValidationError as error:
-                tell_refused(self.uid, error)
+                log_refused(self.uid, error)
                 continue
             total += len(data)
-            keep_lines(self.uid, data.splitlines(), keeper)
-            if total >= MOST_AT_ONCE:
+            store_lines(self.uid, data.splitlines(), metric_store)
+            if total >= MAX_AT_ONCE:
                 break
         self._store.delete(done)  # a batch that is read again counts once
         return len(done) < len(names)
@@ -149,25 +149,25 @@ class ObjectReader:
         pass
 
 
-def keep_lines(uid: str, lines: Sequence[bytes], keeper: SeriesKeeper) -> None:
+def store_lines(uid: str, lines: Sequence[bytes], metric_store: MetricStore) -> None:
     """One that is no report hides no other. It is told of once."""
     try:
-        keeper.take(uid, lines)
+        metric_store.take(uid, lines)
     except ValidationError:
         for line in lines:
             try:
-                keeper.take(uid, [line])
+                metric_store.take(uid, [line])
             except ValidationError as error:
-                tell_refused(uid, error)
+                log_refused(uid, error)
 
 
-def tell_refused(uid: str, error: ValidationError) -> None:
+def log_refused(uid: str, error: ValidationError) -> None:
     if uid not in _REFUSED:
         _REFUSED.add(uid)
         log.warning("training %s: %s; more of the kind are not told of", uid, error)
 
 
-def reader_of(uid: str, where: str) -> FigureReader | None:
+def open_reader(uid: str, where: str) -> MetricReader | None:
     """None if nothing is to be read there: ranks report by HTTP, or not at all."""
     url = urlsplit(where)
     if url.scheme == "file":
@@ -183,21 +183,21 @@ class Collector:
 
     def __init__(
         self,
-        keeper: SeriesKeeper,
+        metric_store: MetricStore,
         where: Callable[[Training], str],
         measure: Callable[[], Awaitable[Mapping[str, Sequence[RankUsage]]]] | None = None,
         may_return: Callable[[str], bool] = lambda uid: False,
     ) -> None:
-        self._keeper = keeper
+        self._metric_store = metric_store
         self._where = where  # ranks of a training report to
         self._may_return = may_return  # a training that is not stored
         self._measure = measure  # what ranks use of the machine, by training
-        self._life = f"machine-{time.time_ns():x}"
+        self._source = f"machine-{time.time_ns():x}"
         self._numbers: Counter[tuple[str, int]] = Counter()  # of lines, by training and rank
-        self._readers: dict[str, FigureReader] = {}
+        self._readers: dict[str, MetricReader] = {}
         self._due: dict[str, float] = {}
         self._removed: set[str] = set()  # trainings of which something may still be kept
-        keeper.catch_up = self.catch_up
+        metric_store.catch_up = self.catch_up
 
     async def catch_up(self, training: Training) -> None:
         """What ranks have written by now is kept, if that is cheap to find, or they have ended."""
@@ -211,12 +211,12 @@ class Collector:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow(trainings))
             tasks.create_task(self._read())
-            tasks.create_task(self._look())
+            tasks.create_task(self._measure_usage())
 
     async def _follow(self, trainings: TrainingIndex) -> None:
-        kept = await asyncio.to_thread(self._keeper.uids)
-        known = await trainings.uids()
-        self._removed |= {uid for uid in kept - known if not self._may_return(uid)}
+        stored = await asyncio.to_thread(self._metric_store.uids)
+        listed = await trainings.uids()
+        self._removed |= {uid for uid in stored - listed if not self._may_return(uid)}
         async for update in trainings.updates():
             if update.is_removed:
                 self._drop(update.uid)
@@ -235,9 +235,9 @@ class Collector:
         uid, is_over = training.uid, training.status.phase.is_terminal
         reader = self._readers.get(uid)
         if reader is None:
-            if is_over and self._keeper.is_finished(uid):  # it was read to its end
+            if is_over and self._metric_store.is_finished(uid):  # it was read to its end
                 return
-            reader = reader_of(uid, self._where(training))
+            reader = open_reader(uid, self._where(training))
             if reader is None:
                 return
             self._readers[uid] = reader
@@ -250,49 +250,49 @@ class Collector:
             now = time.monotonic()
             readers = [r for r in tuple(self._readers.values()) if self._due.get(r.uid, 0) <= now]
             await asyncio.to_thread(self._read_all, readers)
-            await asyncio.to_thread(self._forget_removed)
+            await asyncio.to_thread(self._delete_removed)
             await asyncio.sleep(EVERY_S)
 
-    async def _look(self) -> None:
+    async def _measure_usage(self) -> None:
         while True:
             try:
                 use = {} if self._measure is None else await self._measure()
-                await asyncio.to_thread(self._keep_use, use, time.time())
+                await asyncio.to_thread(self._store_usage, use, time.time())
             except Exception:  # ranks come and go meanwhile; reports are read all the same
                 log.exception("the use of the machine could not be measured")
             try:
-                await asyncio.to_thread(self._keeper.check)
+                await asyncio.to_thread(self._metric_store.check)
             except (AtollError, OSError) as error:
                 log.warning("%s", error)
             await asyncio.sleep(USE_EVERY_S)
 
-    def _keep_use(self, use: Mapping[str, Sequence[RankUsage]], now: float) -> None:
+    def _store_usage(self, use: Mapping[str, Sequence[RankUsage]], now: float) -> None:
         for uid, ranks in use.items():
             lines = [self._line(uid, rank, now) for rank in ranks]
             try:
-                self._keeper.take(uid, lines)
+                self._metric_store.take(uid, lines)
             except AtollError as error:
                 log.warning("machine use of training %s: %s", uid, error)
 
     def _line(self, uid: str, use: RankUsage, now: float) -> bytes:
         self._numbers[uid, use.rank] += 1
-        life = Teller(use.rank, use.attempt, 0, f"{self._life}-{use.rank}")
+        sender = Teller(use.rank, use.attempt, 0, f"{self._source}-{use.rank}")
         figures = {MACHINE + name: [[now, None, value]] for name, value in use.figures.items()}
-        return batch_of(life, self._numbers[uid, use.rank], figures, 0)
+        return batch_of(sender, self._numbers[uid, use.rank], figures, 0)
 
-    def _read_all(self, readers: Iterable[FigureReader]) -> None:
+    def _read_all(self, readers: Iterable[MetricReader]) -> None:
         for reader in readers:
             with reader.turn:
                 self._read_one(reader)
 
-    def _read_one(self, reader: FigureReader) -> None:
+    def _read_one(self, reader: MetricReader) -> None:
         is_last = reader.is_last
         self._due[reader.uid] = time.monotonic() + reader.every_s
         try:
-            while reader.read(self._keeper):
+            while reader.read(self._metric_store):
                 pass
             if is_last:
-                self._keeper.finish(reader.uid)
+                self._metric_store.finish(reader.uid)
                 reader.remove()
                 self._readers.pop(reader.uid, None)
                 self._due.pop(reader.uid, None)
@@ -303,11 +303,11 @@ class Collector:
             log.exception("reports of training %s", reader.uid)
             self._due[reader.uid] = time.monotonic() + 4 * reader.every_s
 
-    def _forget_removed(self) -> None:
+    def _delete_removed(self) -> None:
         """What is kept of trainings that are gone; what cannot be removed now, the next time."""
         for uid in list(self._removed):
             try:
-                self._keeper.remove(uid)
+                self._metric_store.remove(uid)
             except AtollError as error:
                 log.warning("the series of a training that is removed: %s", error)
                 return

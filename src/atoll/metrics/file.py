@@ -22,9 +22,9 @@ from atoll.files.ownership import make_private_file
 
 FORMAT = 1  # of the tables; a file of another one is put aside
 BUSY_S = 1.0  # that a statement waits for another process, such as a backup; readers wait as long
-NOTES_KEPT = 10
+MAX_NOTES = 10
 # Nothing is wrong with the file: somebody has it locked, or the disk takes no more.
-PASSING = (
+TEMPORARY = (
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_FULL,
@@ -38,7 +38,7 @@ MEMORY = ":memory:"
 log = logging.getLogger(__name__)
 
 
-class SeriesFile:
+class MetricFile:
     """One file, for several threads: `with file:` is a turn with it.
 
     In a turn errors of SQLite become Temporary, and a file that turns out to be damaged is put
@@ -51,17 +51,17 @@ class SeriesFile:
         self._what = what
         self._schema = schema
         self._lock = threading.RLock()
-        self._turns = 0
-        self._there: dict[Path, os.stat_result] = {}
+        self._depth = 0
+        self._stats: dict[Path, os.stat_result] = {}
         self.trouble = ""
         self.notes: list[str] = []  # what was put aside, and why
         self.on_rollback: Callable[[], None] = lambda: None  # what was written does not count
         self.on_empty: Callable[[], None] = lambda: None  # after an empty file took its place
         self.db = self._opened()
 
-    def __enter__(self) -> SeriesFile:
+    def __enter__(self) -> MetricFile:
         self._lock.acquire()
-        self._turns += 1
+        self._depth += 1
         return self
 
     def __exit__(
@@ -70,9 +70,9 @@ class SeriesFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._turns -= 1
+        self._depth -= 1
         try:
-            if isinstance(error, sqlite3.Error) and not self._turns:
+            if isinstance(error, sqlite3.Error) and not self._depth:
                 self.trouble = f"{self._path}: {error}"
                 if _code(error) in DAMAGED:
                     with contextlib.suppress(OSError, sqlite3.Error):  # else the next turn does
@@ -103,9 +103,9 @@ class SeriesFile:
             if str(self._path) == MEMORY:
                 return
             self._note_files()
-            gone = [path for path, seen in self._there.items() if not _is_same(path, seen)]
-            if gone:
-                self._restore(f"{gone[0]} was deleted or replaced")
+            missing = [path for path, before in self._stats.items() if not _is_same(path, before)]
+            if missing:
+                self._restore(f"{missing[0]} was deleted or replaced")
             elif self.trouble:
                 with self.transaction():  # that it works is seen here, if nobody writes
                     pass
@@ -119,9 +119,9 @@ class SeriesFile:
         try:
             return self._open()
         except sqlite3.Error as error:
-            if _code(error) in PASSING:
+            if _code(error) in TEMPORARY:
                 raise Permanent(f"cannot use {self._path}: {error}") from error
-            self._put_aside(str(error))
+            self._quarantine(str(error))
         try:
             return self._open()
         except sqlite3.Error as error:
@@ -146,7 +146,7 @@ class SeriesFile:
         except BaseException:
             db.close()
             raise
-        self._there = {}
+        self._stats = {}
         self._note_files()
         return db
 
@@ -154,19 +154,19 @@ class SeriesFile:
         """SQLite makes its log when it needs one."""
         for path in _files(self._path):
             with contextlib.suppress(OSError):
-                self._there.setdefault(path, path.stat())
+                self._stats.setdefault(path, path.stat())
 
     def _replace(self, why: str) -> None:
         """An empty file takes the place of one that is damaged."""
         self.db.close()
-        self._put_aside(why)
+        self._quarantine(why)
         self.db = self._open()
         self.on_empty()
 
     def _restore(self, why: str) -> None:
         """Writes what the open file has to where it should be. What is there now is put aside."""
         before = self.db
-        self._put_aside(why)
+        self._quarantine(why)
         self.db = self._open()
         try:
             before.backup(self.db)
@@ -176,17 +176,17 @@ class SeriesFile:
         finally:
             before.close()
 
-    def _put_aside(self, why: str) -> None:
+    def _quarantine(self, why: str) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         moved = []
         for path in _files(self._path):
-            aside = path.with_name(f"{path.name}.damaged-{stamp}")
+            quarantined = path.with_name(f"{path.name}.damaged-{stamp}")
             with contextlib.suppress(FileNotFoundError):
-                path.replace(aside)
-                moved.append(str(aside))
+                path.replace(quarantined)
+                moved.append(str(quarantined))
         where = f"it is now {moved[0]}" if moved else "nothing was left of it"
         note = f"{self._what} before {stamp} may be missing: {self._path}: {why}; {where}"
-        self.notes = [*self.notes, note][-NOTES_KEPT:]
+        self.notes = [*self.notes, note][-MAX_NOTES:]
         log.error("%s", note)
 
 
@@ -200,8 +200,8 @@ def _code(error: sqlite3.Error) -> int:
     return code & 0xFF
 
 
-def _is_same(path: Path, seen: os.stat_result) -> bool:
+def _is_same(path: Path, before: os.stat_result) -> bool:
     try:
-        return os.path.samestat(path.stat(), seen)
+        return os.path.samestat(path.stat(), before)
     except OSError:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
-from atoll.core.rounds import KeptRound, RankRounds
+from atoll.core.rounds import RankRounds, StoredRound
 from atoll.core.status import ObservedRounds
 from atoll.core.warnings import ABSENT_ROUNDS, merge_warnings
 
@@ -21,10 +21,10 @@ class RunTally:
         self._times: dict[int, float] = {}  # of the newest rounds
         self._warnings: list[str] = []
 
-    def replace(self, before: KeptRound | None, kept: KeptRound) -> None:
+    def replace(self, before: StoredRound | None, stored_round: StoredRound) -> None:
         """Counts a round that is new, or of which more is known than before."""
-        self._warnings = merge_warnings(self._warnings, kept.warnings)
-        old, facts = None if before is None else before.facts, kept.facts
+        self._warnings = merge_warnings(self._warnings, stored_round.warnings)
+        old, facts = None if before is None else before.facts, stored_round.facts
         if old is not None:
             self._taken.subtract((rank, old.fragment) for rank in old.members)
         if facts is None:

@@ -14,27 +14,27 @@ from typing import NamedTuple
 
 import msgspec
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import Temporary
+from atoll.core.model import json_decoder
 from atoll.core.rounds import (
-    KeptRound,
     OpenRound,
+    ReportedRound,
     RoundFacts,
     RoundSummary,
-    RoundWord,
+    StoredRound,
     is_bounded,
     summary_of,
-    with_seen,
-    with_word,
+    with_observed,
+    with_report,
 )
 from atoll.core.status import ObservedRounds
 from atoll.core.warnings import ABSENT_ROUNDS
-from atoll.metrics.file import SeriesFile
+from atoll.metrics.file import MetricFile
 from atoll.metrics.round_tally import RunTally
 
-MOST_BYTES = 64 * 2**20  # of the rounds of one training
+MAX_BYTES = 64 * 2**20  # of the rounds of one training
 TRIM_EVERY = 256  # rounds, before it is looked again whether there are too many
-MOST_FRAGMENTS = 1000
+MAX_FRAGMENTS = 1000
 
 SCHEMA = """
 create table rounds (
@@ -53,38 +53,38 @@ TABLES = ("rounds", "dropped_rounds", "read_runs", "finished_runs")
 
 log = logging.getLogger(__name__)
 
-_BODY = json_decoder(KeptRound)
+_BODY = json_decoder(StoredRound)
 
 
-class StoreLook(NamedTuple):
+class StoreObservation(NamedTuple):
     """What the newest look at the store of a training found; not stored."""
 
     at: float
     run: str = ""
     waiting: tuple[OpenRound, ...] = ()
-    left: dict[int, str] = {}
-    why: str = ""  # the rounds are not read from the store
+    departures: dict[int, str] = {}
+    problem: str = ""  # the rounds are not read from the store
 
 
-def finished_in(file: SeriesFile, table: str) -> set[str]:
+def read_finished(file: MetricFile, table: str) -> set[str]:
     """The trainings that a table names; none if that shows the file to be damaged."""
     with contextlib.suppress(Temporary), file:
         return {uid for (uid,) in file.db.execute(f"select uid from {table}")}
     return set()
 
 
-class RoundKeeper:
+class RoundTable:
     """All rounds. Its methods may be called from several threads."""
 
-    def __init__(self, file: SeriesFile) -> None:
+    def __init__(self, file: MetricFile) -> None:
         self._file = file
-        self._looks: dict[str, StoreLook] = {}
+        self._observations: dict[str, StoreObservation] = {}
         self._untrimmed: dict[str, int] = {}
         self._tallies: dict[tuple[str, str], RunTally] = {}  # by training and run
         # By training. Replaced whole, so that the event loop may read it without a lock.
-        self._seen: dict[str, ObservedRounds] = {}
+        self._observed: dict[str, ObservedRounds] = {}
         self.on_news: Callable[[str], None] = lambda uid: None  # from any thread
-        self._finished = finished_in(file, "finished_runs")
+        self._finished = read_finished(file, "finished_runs")
         file.on_rollback = self.recount
 
     def recount(self) -> None:
@@ -97,20 +97,20 @@ class RoundKeeper:
 
     def observed(self, uid: str) -> ObservedRounds | None:
         """What the rounds since this process began show. Waits for nobody: the event loop asks."""
-        return self._seen.get(uid)
+        return self._observed.get(uid)
 
     def _tally(self, uid: str, run: str) -> RunTally:
         """Within a lock of the caller."""
         tally = self._tallies.get((uid, run))
         if tally is None:
             tally = self._tallies[uid, run] = RunTally()
-            for kept in self.rounds(uid, run):
-                tally.replace(None, kept)
+            for stored in self.rounds(uid, run):
+                tally.replace(None, stored)
         return tally
 
     def _note(self, uid: str, tally: RunTally) -> None:
-        before, observed = self._seen.get(uid), tally.observed
-        self._seen[uid] = observed
+        before, observed = self._observed.get(uid), tally.observed
+        self._observed[uid] = observed
         is_due = (
             observed.newest // ABSENT_ROUNDS != (before.newest if before else 0) // ABSENT_ROUNDS
         )
@@ -121,16 +121,18 @@ class RoundKeeper:
         if is_new or is_due:
             self.on_news(uid)
 
-    def add_words(self, uid: str, words: Iterable[RoundWord]) -> None:
+    def add_reports(self, uid: str, reports: Iterable[ReportedRound]) -> None:
         """What replicas tell. Within a transaction of the caller."""
-        for word in words:
+        for report in reports:
             self._change(
                 uid,
-                (word.run, word.fragment, word.round),
-                lambda kept, word=word: with_word(kept, word),  # type: ignore[misc]
+                (report.run, report.fragment, report.round),
+                lambda stored, report=report: with_report(stored, report),  # type: ignore[misc]
             )
 
-    def add_seen(self, uid: str, rounds: Iterable[RoundFacts], name: str, following: int) -> None:
+    def add_manifests(
+        self, uid: str, rounds: Iterable[RoundFacts], name: str, following: int
+    ) -> None:
         """What the manifests of the run `name` in the store say, of rounds before `following`."""
         with self._file, self._file.transaction():
             for facts in rounds:
@@ -140,7 +142,7 @@ class RoundKeeper:
                 self._change(
                     uid,
                     (facts.run, facts.fragment, facts.round),
-                    lambda kept, facts=facts: with_seen(kept, facts),  # type: ignore[misc]
+                    lambda stored, facts=facts: with_observed(stored, facts),  # type: ignore[misc]
                 )
             self._db.execute(
                 "insert or replace into read_runs values (?, ?, ?)", (uid, name, following)
@@ -164,13 +166,13 @@ class RoundKeeper:
         """Waits for nobody: the event loop asks."""
         return uid in self._finished
 
-    def note_look(self, uid: str, look: StoreLook) -> None:
+    def set_observation(self, uid: str, observation: StoreObservation) -> None:
         with self._file:
-            self._looks[uid] = look
+            self._observations[uid] = observation
 
-    def look(self, uid: str) -> StoreLook | None:
+    def observation(self, uid: str) -> StoreObservation | None:
         with self._file:
-            return self._looks.get(uid)
+            return self._observations.get(uid)
 
     def run_of(self, uid: str) -> str | None:
         """The run whose newest round was decided last."""
@@ -196,7 +198,7 @@ class RoundKeeper:
 
     def rounds(
         self, uid: str, run: str, first: int = 0, last: int | None = None, limit: int = 100_000
-    ) -> list[KeptRound]:
+    ) -> list[StoredRound]:
         """Rounds `first` to `last` in order, those of a round by fragment; the newest `limit`."""
         with self._file:
             rows = self._db.execute(
@@ -206,7 +208,7 @@ class RoundKeeper:
             ).fetchall()
         return _readable(row[0] for row in reversed(rows))
 
-    def newest(self, uid: str, run: str) -> list[KeptRound]:
+    def newest(self, uid: str, run: str) -> list[StoredRound]:
         """The newest round of each fragment."""
         with self._file:
             tops = self._db.execute(
@@ -235,31 +237,31 @@ class RoundKeeper:
     def summary(self, uid: str, run: str | None = None) -> RoundSummary | None:
         """How far the run is; None if there was no round."""
         with self._file:
-            look = self._looks.get(uid)
-            run = run or self.run_of(uid) or (look.run if look is not None else None)
+            observation = self._observations.get(uid)
+            run = run or self.run_of(uid) or (observation.run if observation is not None else None)
             if not run:
                 return None
             total = self._db.execute(
                 "select total(tokens) from rounds where uid = ? and run = ?", (uid, run)
             ).fetchone()[0]
             tally = self._tally(uid, run)
-            is_seen = look is not None and look.run == run
+            is_observed = observation is not None and observation.run == run
             return summary_of(
                 run,
                 self.newest(uid, run),
                 total + self.dropped(uid, run)[1],
-                look.at if look is not None and not look.why else None,
-                look.waiting if look is not None and is_seen else (),
-                look.left if look is not None and is_seen else None,
+                observation.at if observation is not None and not observation.problem else None,
+                observation.waiting if observation is not None and is_observed else (),
+                observation.departures if observation is not None and is_observed else None,
                 tally.ranks,
                 tally.gone,
             )
 
     def remove(self, uid: str) -> None:
         """Within a transaction of the caller."""
-        self._looks.pop(uid, None)
+        self._observations.pop(uid, None)
         self._untrimmed.pop(uid, None)
-        self._seen.pop(uid, None)
+        self._observed.pop(uid, None)
         for key in [key for key in self._tallies if key[0] == uid]:
             del self._tallies[key]
         self._finished.discard(uid)
@@ -271,25 +273,25 @@ class RoundKeeper:
             return {row[0] for row in self._db.execute("select distinct uid from rounds")}
 
     def _change(
-        self, uid: str, key: tuple[str, int, int], change: Callable[[KeptRound], KeptRound]
+        self, uid: str, key: tuple[str, int, int], change: Callable[[StoredRound], StoredRound]
     ) -> None:
         row = self._db.execute(
             "select body from rounds where uid = ? and run = ? and fragment = ? and round = ?",
             (uid, *key),
         ).fetchone()
-        before = next(iter(_readable(row or ())), KeptRound())
-        kept = change(before)
-        if kept == before:
+        before = next(iter(_readable(row or ())), StoredRound())
+        stored = change(before)
+        if stored == before:
             return
-        facts = kept.facts
+        facts = stored.facts
         tally = self._tally(uid, key[0])  # before this round is in the file
-        body = msgspec.json.encode(kept)
+        body = msgspec.json.encode(stored)
         at, tokens = (None, 0.0) if facts is None else (facts.at, facts.tokens)
         self._db.execute(
             "insert or replace into rounds values (?, ?, ?, ?, ?, ?, ?, ?)",
             (uid, *key, at, tokens, len(body), body),
         )
-        tally.replace(before, kept)
+        tally.replace(before, stored)
         self._note(uid, tally)
         self._untrimmed[uid] = self._untrimmed.get(uid, 0) + 1
         if self._untrimmed[uid] >= TRIM_EVERY:
@@ -301,14 +303,14 @@ class RoundKeeper:
         (total,) = self._db.execute(
             "select total(size) from rounds where uid = ?", (uid,)
         ).fetchone()
-        if total <= MOST_BYTES:
+        if total <= MAX_BYTES:
             return
         rows = self._db.execute(
             "select run, fragment, round, tokens, size from rounds where uid = ? order by round",
             (uid,),
         ).fetchall()
         for run, fragment, number, tokens, size in rows:
-            if total <= 0.9 * MOST_BYTES:
+            if total <= 0.9 * MAX_BYTES:
                 return
             total -= size
             self._db.execute(
@@ -322,7 +324,7 @@ class RoundKeeper:
             )
 
 
-def _readable(bodies: Iterable[bytes]) -> list[KeptRound]:
+def _readable(bodies: Iterable[bytes]) -> list[StoredRound]:
     """One that is damaged hides no other."""
     rounds = []
     for body in bodies:

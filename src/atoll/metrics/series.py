@@ -17,8 +17,8 @@ from typing import Any
 from atoll.core.metrics import MAX_COUNT, MAX_TIME
 
 FIELDS = ("at", "step", "min", "mean", "max", "count", "bad", "attempt")
-AT, STEP, LEAST, MEAN, LARGEST, COUNT, BAD, ATTEMPT = range(len(FIELDS))
-LEAST_BUCKETS = 16
+AT, STEP, MIN, MEAN, MAX, COUNT, BAD, ATTEMPT = range(len(FIELDS))
+MIN_BUCKETS = 16
 _HEADER = 8  # bytes: the width
 
 
@@ -40,7 +40,7 @@ class Series:
         Keeps at most `most` buckets.
         """
         columns = self.columns
-        if self.width > 1 and len(self) and self._takes(point, attempt):
+        if self.width > 1 and len(self) and self._has_room(point, attempt):
             self._merge_into(len(self) - 1, point)
             return
         for column, part in zip(columns, (*point, float(attempt)), strict=True):
@@ -48,11 +48,14 @@ class Series:
         while len(self) > most:
             self.halve()
 
-    def _takes(self, point: Sequence[float], attempt: int) -> bool:
+    def _has_room(self, point: Sequence[float], attempt: int) -> bool:
         """Whether the last bucket has room for the point."""
         columns = self.columns
-        held = columns[COUNT][-1] + columns[BAD][-1]
-        return columns[ATTEMPT][-1] == attempt and held + point[COUNT] + point[BAD] <= self.width
+        bucket_count = columns[COUNT][-1] + columns[BAD][-1]
+        return (
+            columns[ATTEMPT][-1] == attempt
+            and bucket_count + point[COUNT] + point[BAD] <= self.width
+        )
 
     def _merge_into(self, at: int, point: Sequence[float]) -> None:
         columns = self.columns
@@ -61,17 +64,19 @@ class Series:
         count = point[COUNT]
         if not count:
             return
-        held = columns[COUNT][at]
-        if not held:
-            for field in (LEAST, MEAN, LARGEST, COUNT):
+        bucket_count = columns[COUNT][at]
+        if not bucket_count:
+            for field in (MIN, MEAN, MAX, COUNT):
                 columns[field][at] = point[field]
             return
-        total = held + count
+        total = bucket_count + count
         columns[COUNT][at] = total
-        columns[LEAST][at] = min(columns[LEAST][at], point[LEAST])
-        columns[LARGEST][at] = max(columns[LARGEST][at], point[LARGEST])
+        columns[MIN][at] = min(columns[MIN][at], point[MIN])
+        columns[MAX][at] = max(columns[MAX][at], point[MAX])
         # In two parts: a sum could overflow where the mean does not.
-        columns[MEAN][at] = columns[MEAN][at] * (held / total) + point[MEAN] * (count / total)
+        columns[MEAN][at] = columns[MEAN][at] * (bucket_count / total) + point[MEAN] * (
+            count / total
+        )
 
     def halve(self) -> None:
         """Merges pairs of neighbours, but not across attempts unless nothing else is left."""
@@ -80,20 +85,20 @@ class Series:
         merged = Series()
         for row in before:
             if len(merged) and merged.columns[ATTEMPT][-1] == row[ATTEMPT]:
-                held = merged.columns[COUNT][-1] + merged.columns[BAD][-1]
-                if held + row[COUNT] + row[BAD] <= self.width:
+                bucket_count = merged.columns[COUNT][-1] + merged.columns[BAD][-1]
+                if bucket_count + row[COUNT] + row[BAD] <= self.width:
                     merged._merge_into(len(merged) - 1, row)
                     continue
             for column, part in zip(merged.columns, row, strict=True):
                 column.append(part)
         if len(merged) == len(before):  # every bucket is another attempt
-            merged = _paired(before)
+            merged = _merge_pairs(before)
         self.columns = merged.columns
 
     def _rows(self) -> list[tuple[float, ...]]:
         return list(zip(*self.columns, strict=True))
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         header = self.width.to_bytes(_HEADER, "little")
         parts = [array("d", column) for column in self.columns]
         if sys.byteorder == "big":
@@ -102,14 +107,14 @@ class Series:
         return header + zlib.compress(b"".join(part.tobytes() for part in parts), 1)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Series:
+    def unpack(cls, data: bytes) -> Series:
         series = cls()
         series.width = int.from_bytes(data[:_HEADER], "little")
-        whole = array("d", zlib.decompress(data[_HEADER:]))
+        values = array("d", zlib.decompress(data[_HEADER:]))
         if sys.byteorder == "big":
-            whole.byteswap()
-        length = len(whole) // len(FIELDS)
-        series.columns = tuple(whole[at * length : (at + 1) * length] for at in range(len(FIELDS)))
+            values.byteswap()
+        length = len(values) // len(FIELDS)
+        series.columns = tuple(values[at * length : (at + 1) * length] for at in range(len(FIELDS)))
         return series
 
     def copy(self) -> Series:
@@ -119,7 +124,7 @@ class Series:
         return other
 
 
-def _paired(rows: Sequence[tuple[float, ...]]) -> Series:
+def _merge_pairs(rows: Sequence[tuple[float, ...]]) -> Series:
     paired = Series()
     for at, row in enumerate(rows):
         if at % 2:
@@ -141,13 +146,13 @@ def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
         at, step, value = parts
         value = float(value)
         is_finite = math.isfinite(value)
-        figures: tuple[float, ...] = (value, value, value, float(is_finite), float(not is_finite))
+        numbers: tuple[float, ...] = (value, value, value, float(is_finite), float(not is_finite))
     elif len(parts) == 7:
         at, step, *rest = parts
-        figures = tuple(float(part) for part in rest)
-        if not all(0 <= count <= MAX_COUNT for count in figures[3:]):
+        numbers = tuple(float(part) for part in rest)
+        if not all(0 <= count <= MAX_COUNT for count in numbers[3:]):
             raise ValueError(f"counts of a point must be 0 to {MAX_COUNT}, got {rest[3:]}")
-        if figures[3] and not all(map(math.isfinite, figures[:3])):
+        if numbers[3] and not all(map(math.isfinite, numbers[:3])):
             raise ValueError(f"expected finite numbers, got {rest[:3]}")
     else:
         raise ValueError(f"a point has 3 or 7 parts, got {len(parts)}")
@@ -156,4 +161,4 @@ def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
         raise ValueError(f"expected a time in seconds since 1970, got {at}")
     if step is not None and not abs(float(step)) <= MAX_COUNT:
         raise ValueError(f"expected a step of at most {MAX_COUNT}, got {step}")
-    return (at, math.nan if step is None else float(step), *figures)
+    return (at, math.nan if step is None else float(step), *numbers)

@@ -21,29 +21,29 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.agent.metrics import MAX_NAME, MOST_BATCH
-from atoll.core.decoders import json_decoder
+from atoll.agent.metrics import MAX_BATCH, MAX_NAME
 from atoll.core.errors import ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
-from atoll.core.rounds import RoundWord, is_bounded
+from atoll.core.model import json_decoder
+from atoll.core.rounds import ReportedRound, is_bounded
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.core.warnings import MAX_WARNINGS
-from atoll.metrics.file import SeriesFile
-from atoll.metrics.idle import ReportedStillness
-from atoll.metrics.rounds import MOST_FRAGMENTS, RoundKeeper, finished_in
+from atoll.metrics.file import MetricFile
+from atoll.metrics.idle import ReportedIdle
+from atoll.metrics.rounds import MAX_FRAGMENTS, RoundTable, read_finished
 from atoll.metrics.rounds import SCHEMA as ROUNDS
-from atoll.metrics.series import LEAST_BUCKETS, MEAN, Series, point_of
+from atoll.metrics.series import MEAN, MIN_BUCKETS, Series, point_of
 
-MOST_BUCKETS = 2_000  # of one series
-MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
-MOST_SERIES = 20_000  # of a training
-MOST_HELD = 64  # trainings in memory
-MOST_ROUNDS = 10**9
-MOST_MISSED = 10**9  # batches that are counted
-MOST_ERROR = 500  # characters
-MOST_ID = 200  # characters
+MAX_BUCKETS = 2_000  # of one series
+MAX_OF_TRAINING = 1_000_000  # buckets of all series of a training
+MAX_SERIES = 20_000  # of a training
+MAX_HELD = 64  # trainings in memory
+MAX_ROUNDS = 10**9
+MAX_MISSED = 10**9  # batches that are counted
+MAX_ERROR = 500  # characters
+MAX_ID = 200  # characters
 LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
 
 _SCHEMA = """
@@ -66,11 +66,11 @@ _RUN = re.compile(r"[\w.+=@-]{1,200}")
 log = logging.getLogger(__name__)
 
 
-SeriesKey = tuple[int, int, str]  # rank, process, name
+MetricKey = tuple[int, int, str]  # rank, process, name
 Counted = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
-class _Wire(msgspec.Struct, frozen=True):
+class _WireBatch(msgspec.Struct, frozen=True):
     """What one process of a rank told since it told last, as `agent/metrics.py` writes it.
 
     Whatever ranks report comes in here, so this is where its numbers are checked.
@@ -79,11 +79,11 @@ class _Wire(msgspec.Struct, frozen=True):
     rank: RankNumber
     attempt: Counted
     process: Counted
-    id: Annotated[str, Meta(max_length=MOST_ID)]  # of the process
+    id: Annotated[str, Meta(max_length=MAX_ID)]  # of the process
     n: Counted  # 1, 2, …
     figures: dict[str, list[list[float | str | None]]]
     skipped: Counted = 0
-    rounds: list[RoundWord] = []
+    rounds: list[ReportedRound] = []
     still: Annotated[float, Meta(le=MAX_TIME)] | None = None
 
 
@@ -93,15 +93,15 @@ class Batch(NamedTuple):
     rank: int
     attempt: int
     process: int
-    life: str
+    source: str
     number: int
     points: dict[str, list[tuple[float, ...]]]
     skipped: int
-    rounds: list[RoundWord]
-    still_s: float | None  # for how long the rank has printed nothing and used no CPU
+    rounds: list[ReportedRound]
+    idle_s: float | None  # for how long the rank has printed nothing and used no CPU
 
 
-class OneSeries(NamedTuple):
+class LabeledSeries(NamedTuple):
     """One series and whose it is."""
 
     rank: int
@@ -110,38 +110,38 @@ class OneSeries(NamedTuple):
     series: Series
 
 
-class _Kept:
+class _TrainingMetrics:
     """The series of one training in memory."""
 
     def __init__(self) -> None:
-        self.series: dict[SeriesKey, Series] = {}
+        self.series: dict[MetricKey, Series] = {}
         self.numbers: dict[str, int] = {}  # of the newest batch of each process
-        self.changed: set[SeriesKey] = set()
+        self.changed: set[MetricKey] = set()
         self.logged_bytes = 0
-        self.sizes: dict[SeriesKey, int] = {}  # bytes in the file
+        self.sizes: dict[MetricKey, int] = {}  # bytes in the file
         self.skipped = 0
         self.missed = 0  # batches
 
     def most(self) -> int:
-        share = MOST_OF_TRAINING // max(1, len(self.series))
-        return max(LEAST_BUCKETS, min(MOST_BUCKETS, share))
+        share = MAX_OF_TRAINING // max(1, len(self.series))
+        return max(MIN_BUCKETS, min(MAX_BUCKETS, share))
 
     def is_new(self, batch: Batch) -> bool:
-        return batch.number > self.numbers.get(batch.life, 0)
+        return batch.number > self.numbers.get(batch.source, 0)
 
     def skip(self, count: int) -> None:
         self.skipped = min(self.skipped + count, MAX_COUNT)
 
     def fold(self, batch: Batch) -> None:
         # They are counted one by one: what is between was told, and did not get here.
-        lost = batch.number - self.numbers.get(batch.life, 0) - 1
-        self.missed = min(self.missed + lost, MOST_MISSED)
-        self.numbers[batch.life] = batch.number
+        lost = batch.number - self.numbers.get(batch.source, 0) - 1
+        self.missed = min(self.missed + lost, MAX_MISSED)
+        self.numbers[batch.source] = batch.number
         self.skip(batch.skipped)
         for name, points in batch.points.items():
             key = (batch.rank, batch.process, name)
             if key not in self.series:
-                if len(self.series) >= MOST_SERIES:
+                if len(self.series) >= MAX_SERIES:
                     self.skip(len(points))
                     continue
                 self.series[key] = Series()
@@ -151,13 +151,13 @@ class _Kept:
                 add(point, batch.attempt, most)
 
 
-_DECODER = json_decoder(_Wire)
+_DECODER = json_decoder(_WireBatch)
 
 
 def decode_batch(line: bytes) -> Batch:
     """Raises ValidationError."""
-    if len(line) > MOST_BATCH:
-        raise ValidationError("report", f"{len(line)} bytes", f"expected {MOST_BATCH} at most")
+    if len(line) > MAX_BATCH:
+        raise ValidationError("report", f"{len(line)} bytes", f"expected {MAX_BATCH} at most")
     try:
         wire = _DECODER.decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -165,9 +165,9 @@ def decode_batch(line: bytes) -> Batch:
         raise ValidationError("report", text, f"not a report: {error}") from error
     skipped = wire.skipped
     names: dict[str, list[tuple[float, ...]]] = {}
-    for name, told in wire.figures.items():
-        points = names.setdefault(visible(name)[:MAX_NAME], [])
-        for parts in told:
+    for name, points_sent in wire.figures.items():
+        points = names.setdefault(escape_control(name)[:MAX_NAME], [])
+        for parts in points_sent:
             try:
                 points.append(point_of(parts))
             except (ValueError, TypeError):  # the others are as good as before
@@ -185,14 +185,14 @@ def decode_batch(line: bytes) -> Batch:
     )
 
 
-def _checked(word: RoundWord, rank: int) -> RoundWord:
+def _checked(word: ReportedRound, rank: int) -> ReportedRound:
     """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
     facts = word.facts
     key = (word.run, word.fragment, word.round)
     is_good = (
         _RUN.fullmatch(word.run)
-        and 0 <= word.fragment < MOST_FRAGMENTS
-        and 0 <= word.round < MOST_ROUNDS
+        and 0 <= word.fragment < MAX_FRAGMENTS
+        and 0 <= word.round < MAX_ROUNDS
         and word.cost.rank == rank
         and (facts is None or (facts.run, facts.fragment, facts.round) == key)
         and is_bounded(word)
@@ -200,24 +200,24 @@ def _checked(word: RoundWord, rank: int) -> RoundWord:
     if not is_good:
         raise ValidationError("report", str(word)[:60], "not a report: no such round")
     if facts is not None and facts.error:
-        facts = replace(facts, error=visible(facts.error)[:MOST_ERROR])
-    warnings = [visible(words)[:MOST_ERROR] for words in word.warnings[:MAX_WARNINGS]]
+        facts = replace(facts, error=escape_control(facts.error)[:MAX_ERROR])
+    warnings = [escape_control(words)[:MAX_ERROR] for words in word.warnings[:MAX_WARNINGS]]
     return replace(word, facts=facts, warnings=warnings)
 
 
 CatchUp = Callable[[Training], Awaitable[None]]
 
 
-class SeriesKeeper:
+class MetricStore:
     """All series. Its methods may be called from several threads."""
 
     def __init__(self, path: Path | str) -> None:
-        self._held: OrderedDict[str, _Kept] = OrderedDict()
-        self._file = SeriesFile(path, _SCHEMA + ROUNDS)
-        self.rounds = RoundKeeper(self._file)
+        self._cache: OrderedDict[str, _TrainingMetrics] = OrderedDict()
+        self._file = MetricFile(path, _SCHEMA + ROUNDS)
+        self.rounds = RoundTable(self._file)
         self._file.on_empty = self._write_all
-        self._finished = finished_in(self._file, "finished_reports")
-        self.stillness = ReportedStillness()
+        self._finished = read_finished(self._file, "finished_reports")
+        self.idle_tracker = ReportedIdle()
         self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
 
     @property
@@ -248,12 +248,12 @@ class SeriesKeeper:
         """
         batches = [(line, decode_batch(line)) for line in lines]
         with self._file:
-            kept = self._of(uid)
+            cached = self._of(uid)
             numbers: dict[str, int] = {}
             new = []
             for line, batch in batches:
-                if kept.is_new(batch) and batch.number > numbers.get(batch.life, 0):
-                    numbers[batch.life] = batch.number
+                if cached.is_new(batch) and batch.number > numbers.get(batch.source, 0):
+                    numbers[batch.source] = batch.number
                     new.append((line, batch))
             with self._file.transaction():
                 self._db.executemany(
@@ -261,33 +261,33 @@ class SeriesKeeper:
                     [(uid, line) for line, _ in new],
                 )
                 for _, batch in new:
-                    self.rounds.add_words(uid, batch.rounds)
+                    self.rounds.add_reports(uid, batch.rounds)
             for line, batch in new:
-                self._note_move(uid, batch)
-                kept.fold(batch)
-                kept.logged_bytes += len(line)
-            if kept.logged_bytes > max(LOG_BYTES, sum(kept.sizes.values())):
-                self._write(uid, kept)
+                self._note_activity(uid, batch)
+                cached.fold(batch)
+                cached.logged_bytes += len(line)
+            if cached.logged_bytes > max(LOG_BYTES, sum(cached.sizes.values())):
+                self._write(uid, cached)
             return len(new)
 
     def series(
         self, uid: str, names: Collection[str] = (), ranks: Collection[int] = ()
-    ) -> list[OneSeries]:
+    ) -> list[LabeledSeries]:
         """A copy of the series of a training, in order of name, rank and process; all, or those of
         these names and ranks."""
         with self._file:
-            kept = self._of(uid)
+            cached = self._of(uid)
             wanted = [
                 (name, rank, process)
-                for rank, process, name in kept.series
+                for rank, process, name in cached.series
                 if (not names or name in names) and (not ranks or rank in ranks)
             ]
             return [
-                OneSeries(rank, process, name, kept.series[rank, process, name].copy())
+                LabeledSeries(rank, process, name, cached.series[rank, process, name].copy())
                 for name, rank, process in sorted(wanted)
             ]
 
-    def keys(self, uid: str) -> list[SeriesKey]:
+    def keys(self, uid: str) -> list[MetricKey]:
         with self._file:
             return list(self._of(uid).series)
 
@@ -295,20 +295,20 @@ class SeriesKeeper:
         """A copy of this series of the lowest rank that has one. Of a training that is not in
         memory, nothing else is read: lists of thousands ask for it."""
         with self._file:
-            if uid not in self._held and not self._is_logged(uid):
+            if uid not in self._cache and not self._is_logged(uid):
                 row = self._db.execute(
                     "select body from series where uid = ? and name = ? order by rank, process "
                     "limit 1",
                     (uid, name),
                 ).fetchone()
                 with contextlib.suppress(ValueError, zlib.error):  # damaged
-                    return None if row is None else Series.unpacked(row[0])
+                    return None if row is None else Series.unpack(row[0])
                 return None
-            kept = self._of(uid).series
-            keys = [key for key in kept if key[2] == name]
-            return kept[min(keys)].copy() if keys else None
+            cached = self._of(uid).series
+            keys = [key for key in cached if key[2] == name]
+            return cached[min(keys)].copy() if keys else None
 
-    def lasts(self, uid: str, names: Collection[str]) -> dict[SeriesKey, float]:
+    def newest_values(self, uid: str, names: Collection[str]) -> dict[MetricKey, float]:
         """The newest value of each series of these names."""
         with self._file:
             return {
@@ -317,10 +317,10 @@ class SeriesKeeper:
                 if key[2] in names and len(series)
             }
 
-    def _note_move(self, uid: str, batch: Batch) -> None:
+    def _note_activity(self, uid: str, batch: Batch) -> None:
         has_report = any(not name.startswith(MACHINE) for name in batch.points)
-        self.stillness.note(
-            uid, batch.rank, still_s=batch.still_s, has_report=has_report or bool(batch.rounds)
+        self.idle_tracker.note(
+            uid, batch.rank, idle_s=batch.idle_s, has_report=has_report or bool(batch.rounds)
         )
 
     def _is_logged(self, uid: str) -> bool:
@@ -339,8 +339,8 @@ class SeriesKeeper:
 
     def remove(self, uid: str) -> None:
         with self._file, self._file.transaction():
-            self._held.pop(uid, None)
-            self.stillness.forget(uid)
+            self._cache.pop(uid, None)
+            self.idle_tracker.forget(uid)
             self._finished.discard(uid)
             for table in ("series", "batches", "lives", "finished_reports", "losses"):
                 self._db.execute(f"delete from {table} where uid = ?", (uid,))
@@ -363,72 +363,73 @@ class SeriesKeeper:
             )
             return {row[0] for row in rows} | self.rounds.uids()
 
-    def _of(self, uid: str) -> _Kept:
-        kept = self._held.get(uid)
-        if kept is None:
-            kept = self._held[uid] = self._read(uid)
-            while len(self._held) > MOST_HELD:
-                oldest, left = next(iter(self._held.items()))
+    def _of(self, uid: str) -> _TrainingMetrics:
+        cached = self._cache.get(uid)
+        if cached is None:
+            cached = self._cache[uid] = self._read(uid)
+            while len(self._cache) > MAX_HELD:
+                oldest, left = next(iter(self._cache.items()))
                 self._write(oldest, left)
-                del self._held[oldest]
-        self._held.move_to_end(uid)
-        return kept
+                del self._cache[oldest]
+        self._cache.move_to_end(uid)
+        return cached
 
-    def _read(self, uid: str) -> _Kept:
-        kept = _Kept()
+    def _read(self, uid: str) -> _TrainingMetrics:
+        cached = _TrainingMetrics()
         rows = self._db.execute(
             "select rank, process, name, body from series where uid = ?", (uid,)
         )
         for rank, process, name, body in rows:
             try:
-                kept.series[rank, process, name] = Series.unpacked(body)
+                cached.series[rank, process, name] = Series.unpack(body)
             except (ValueError, zlib.error) as error:  # damaged: it hides no other
                 log.warning("%s of rank %s of training %s is left out: %s", name, rank, uid, error)
-            kept.sizes[rank, process, name] = len(body)
-        kept.numbers = dict(
+            cached.sizes[rank, process, name] = len(body)
+        cached.numbers = dict(
             self._db.execute("select life, n from lives where uid = ?", (uid,)).fetchall()
         )
         row = self._db.execute(
             "select skipped, missed from losses where uid = ?", (uid,)
         ).fetchone()
         if row is not None:
-            kept.skipped, kept.missed = row
+            cached.skipped, cached.missed = row
         for (body,) in self._db.execute(
             "select body from batches where uid = ? order by id", (uid,)
         ):
-            kept.logged_bytes += len(body)
+            cached.logged_bytes += len(body)
             try:
                 batch = decode_batch(body)
             except ValidationError as error:
                 log.warning("training %s: %s", uid, error)
                 continue
-            if kept.is_new(batch):
-                kept.fold(batch)
-        return kept
+            if cached.is_new(batch):
+                cached.fold(batch)
+        return cached
 
     def _write_all(self) -> None:
         """What is in memory outlives the file that it came from."""
         self.rounds.recount()
-        for uid, kept in self._held.items():
-            kept.changed, kept.sizes = set(kept.series), {}
-            self._write(uid, kept)
+        for uid, cached in self._cache.items():
+            cached.changed, cached.sizes = set(cached.series), {}
+            self._write(uid, cached)
 
-    def _write(self, uid: str, kept: _Kept) -> None:
+    def _write(self, uid: str, cached: _TrainingMetrics) -> None:
         """Writes the folded series in place of the log."""
-        if not kept.changed:
+        if not cached.changed:
             return
-        changed = list(kept.changed)
-        rows = [(uid, *key, kept.series[key].packed()) for key in changed]
+        changed = list(cached.changed)
+        rows = [(uid, *key, cached.series[key].pack()) for key in changed]
         with self._file.transaction():
             self._db.executemany("insert or replace into series values (?, ?, ?, ?, ?)", rows)
             self._db.executemany(
                 "insert or replace into lives values (?, ?, ?)",
-                [(uid, life, n) for life, n in kept.numbers.items()],
+                [(uid, source, n) for source, n in cached.numbers.items()],
             )
             self._db.execute(
-                "insert or replace into losses values (?, ?, ?)", (uid, kept.skipped, kept.missed)
+                "insert or replace into losses values (?, ?, ?)",
+                (uid, cached.skipped, cached.missed),
             )
             self._db.execute("delete from batches where uid = ?", (uid,))
-        kept.changed.clear()
-        kept.logged_bytes = 0
-        kept.sizes |= {key: len(row[-1]) for key, row in zip(changed, rows, strict=True)}
+        cached.changed.clear()
+        cached.logged_bytes = 0
+        cached.sizes |= {key: len(row[-1]) for key, row in zip(changed, rows, strict=True)}

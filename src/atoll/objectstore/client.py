@@ -33,7 +33,14 @@ from atoll.core.errors import NotFound, Permanent, StoreDenied, Temporary
 from atoll.core.retry import Retry
 from atoll.core.stores import missing_keys
 from atoll.objectstore import files, idle
-from atoll.objectstore.errors import describe, is_denied, is_final, is_no_bucket, is_without_key
+from atoll.objectstore.errors import (
+    describe,
+    is_denied,
+    is_final,
+    is_no_bucket,
+    is_server_error,
+    is_without_key,
+)
 from atoll.objectstore.files import PLAIN_KEY, Buffer, ObjectInfo
 from atoll.objectstore.opening import open_clients
 
@@ -75,11 +82,18 @@ class Traffic:
 class ObjectStore:
     """The objects under one URI. Safe to use from many threads."""
 
-    def __init__(self, clients: Callable[[float], Any], uri: str, patience_s: float) -> None:
-        """`clients(seconds)` is the client whose requests may take so long; use `open`."""
+    def __init__(
+        self,
+        client: Any,
+        uri: str,
+        *,
+        patience_s: float = 60.0,
+        upload_client: Callable[[float], Any] | None = None,
+    ) -> None:
+        """Use `open`. `upload_client(seconds)`: the client whose uploads may take so long."""
         self.uri = uri
-        self._clients = clients
-        self._reader = clients(0.0)
+        self._reader = client
+        self._clients = upload_client or (lambda seconds: client)
         is_local = isinstance(self._reader, LocalStore) and self._reader.prefix
         self._folder = str(self._reader.prefix) if is_local else None
         self._patience_s = patience_s
@@ -95,7 +109,7 @@ class ObjectStore:
         long a request that makes no progress is tried again before it is given up.
         """
         text, clients = open_clients(uri)
-        return cls(clients, text, patience_s)
+        return cls(clients(0.0), text, patience_s=patience_s, upload_client=clients)
 
     @property
     def is_folder(self) -> bool:
@@ -412,8 +426,10 @@ class RangeReader:
         is_whole = self._end is None and not at
         try:
             answer = obstore.get(client, self._key, options=None if is_whole else {"range": span})
-        except failures.GenericError:
+        except failures.GenericError as error:
             # A range past the end has no error type of its own, so the size decides.
+            if is_server_error(error):
+                raise
             if obstore.head(client, self._key)["size"] <= at:
                 self._stop = at
                 return

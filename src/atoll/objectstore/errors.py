@@ -25,6 +25,7 @@ _DENIED_TEXT = re.compile(
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 # Where a client looks for a key when nobody gave it one: the metadata service of its machine.
 _METADATA = re.compile(r"169\.254\.169\.254|metadata\.google\.internal|instance credentials")
+_SERVER_ERROR = re.compile(r"status code: 5[0-9][0-9]\b")
 _REASON = re.compile(r'\bmessage: "([^"]+)"')
 _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 
@@ -43,6 +44,10 @@ def is_without_key(error: Exception) -> bool:
 
 def is_no_bucket(error: Exception) -> bool:
     return bool(_NO_BUCKET.search(str(error)))
+
+
+def is_server_error(error: Exception) -> bool:
+    return bool(_SERVER_ERROR.search(str(error)))
 
 
 def is_final(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """`python -m atoll.operator run | token | manifests`: what the operator's image starts.
 
-`atoll operator` and `atoll k8s` are the same commands. Only their bodies import the packages of
-`atoll[kubernetes]`.
+`atoll k8s operator` and `atoll k8s manifests` are the same commands. Only their bodies import the
+packages of `atoll[kubernetes]`.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def run(options: str, lease_s: float, reports_uri: str | None, **settings: Any) 
     import asyncio
 
     from atoll.backends.kubernetes.manifests import read_options
-    from atoll.server.http.log_rate import quiet_log
+    from atoll.server.http.log_rate import configure_log
 
     settings |= {"lease_duration_s": lease_s, "reports_uri": reports_uri}
     settings |= read_options(options or "{}")
-    quiet_log(logging.INFO)
+    configure_log(logging.INFO)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     asyncio.run(_run(settings))
 
@@ -143,13 +143,13 @@ def token(namespace: str, home: str | None, label: str) -> None:
 
 async def new_operator_token(home: str | None, namespace: str, label: str) -> tuple[str, Token]:
     """The token and its record. Raises ValidationError if the namespace does not exist."""
-    from atoll.server.http.auth import hashed, new_token
+    from atoll.server.http.auth import hash_token, new_token
 
     check_name("namespace", namespace)
     secret = new_token()
     async with operator_tokens(home) as tokens:
         await tokens.check_namespace(namespace)
-        return secret, await tokens.add(hashed(secret), namespace, label, time.time())
+        return secret, await tokens.add(hash_token(secret), namespace, label, time.time())
 
 
 @contextlib.asynccontextmanager
@@ -217,4 +217,4 @@ if __name__ == "__main__":
     try:
         app(prog_name="python -m atoll.operator")
     except AtollError as error:
-        sys.exit(f"atoll operator: {error}" + (f": {error.hint}" if error.hint else ""))
+        sys.exit(f"atoll k8s operator: {error}" + (f": {error.hint}" if error.hint else ""))

@@ -1,4 +1,4 @@
-"""`atoll operator`: the controller on custom resources and Indexed Jobs.
+"""`atoll k8s operator`: the controller on custom resources and Indexed Jobs.
 
 Several operators may run; only the holder of the Lease acts and answers. It may be killed at any
 instant: trainings are in the cluster, and the next holder continues from there. Metrics and
@@ -42,16 +42,16 @@ from atoll.core.errors import (
 )
 from atoll.core.webhooks import Webhook
 from atoll.metrics.collect import Collector
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.operator.front import LeaderFront
 from atoll.operator.webhooks import WebhookEvents
-from atoll.rounds.follow import RoundFollower, figures_of, whose_of
+from atoll.rounds.follow import RoundFollower, metrics_uri_of, store_access_of
 from atoll.server.app import create_app
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
 from atoll.server.deliver import Deliverer, load_webhooks
 from atoll.server.gauges import Gauges
-from atoll.server.handlers.executors import Setup
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.handlers.admission import Setup
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 
@@ -91,7 +91,7 @@ class Operator:
         operator that leads next may have the same volume."""
         background = BackgroundTasks()
         with (
-            contextlib.closing(SeriesKeeper(self.folder / "series.db")) as series,
+            contextlib.closing(MetricStore(self.folder / "series.db")) as metrics,
             contextlib.closing(
                 WebhookEvents(
                     self.cluster, self.namespace, self.folder / "outbox.db", self.webhooks
@@ -102,16 +102,16 @@ class Operator:
                 informing = background.running(INFORMER, self.informer.run)
                 await serving.enter_async_context(informing)
                 if self.front is not None:
-                    api = self._serving(self.front, series, background)
+                    api = self._serving(self.front, metrics, background)
                     await serving.enter_async_context(api)
                 # Another controller whenever the API server fails or refuses.
                 await background.keep_running(
-                    CONTROLLER, lambda: self._control(series, events, background)
+                    CONTROLLER, lambda: self._control(metrics, events, background)
                 )
 
     @contextlib.asynccontextmanager
     async def _serving(
-        self, front: LeaderFront, series: SeriesKeeper, background: BackgroundTasks
+        self, front: LeaderFront, metrics: MetricStore, background: BackgroundTasks
     ) -> AsyncIterator[None]:
         """The HTTP API answers."""
         cluster, key = self.api_cluster, self.options.get("report_key", "")
@@ -128,7 +128,7 @@ class Operator:
             informer=self.informer,
             gauges=self.gauges,
             clock=lambda: Now.at(cluster.time()),
-            series=series,
+            metrics=metrics,
             report_key=bytes.fromhex(key),
             background=background,
             sessions=Sessions(key),
@@ -142,7 +142,7 @@ class Operator:
             await store.close()
 
     async def _control(
-        self, series: SeriesKeeper, events: WebhookEvents, background: BackgroundTasks
+        self, metrics: MetricStore, events: WebhookEvents, background: BackgroundTasks
     ) -> None:
         """Runs a controller, and what goes on beside it; none of that ends the controller."""
         cluster = self.cluster
@@ -154,15 +154,15 @@ class Operator:
             executors,
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
-            on_pass=lambda done: self.gauges.reconciled(done.seconds),
-            quiet_s=series.stillness.quiet_s,
-            rounds=series.rounds.observed,
+            on_pass=lambda done: self.gauges.record_pass(done.seconds),
+            idle_s=metrics.idle_tracker.idle_s,
+            rounds=metrics.rounds.observed,
         )
-        series.rounds.on_news = controller.wake
-        collector = Collector(series, figures_of(executors))
+        metrics.rounds.on_news = controller.wake
+        collector = Collector(metrics, metrics_uri_of(executors))
         follower = RoundFollower(
-            series.rounds,
-            whose_of(executors, {executor.name: KIND}),
+            metrics.rounds,
+            store_access_of(executors, {executor.name: KIND}),
             self.config.round_stores,
             own_namespace="",  # nobody here is the operator's own user
         )

@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.resource import read_events
 from atoll.core.errors import AtollError, Gone, Temporary
 from atoll.core.webhooks import Webhook
-from atoll.metrics.file import SeriesFile
+from atoll.metrics.file import MetricFile
 from atoll.store.outbox import SCHEMA, Outbox
 
 Json = dict[str, Any]
@@ -31,7 +31,7 @@ RETRY_S = 1.0
 LISTED = 50
 # Events are made by leaders alone, so those that the last one did not read are about as old as the
 # change of the lead: a lease of 15 s, and a pod that has to be started on another node.
-LOOK_BACK_S = 600.0
+EVENTS_BACK_S = 600.0
 NOTED = """;
     create table noted (
         uid text primary key, event integer not null, count integer not null) without rowid
@@ -46,13 +46,13 @@ class WebhookEvents:
     ) -> None:
         self._cluster = cluster
         self._namespace = namespace
-        self._file = SeriesFile(path, SCHEMA + NOTED, "messages to webhooks")
+        self._file = MetricFile(path, SCHEMA + NOTED, "messages to webhooks")
         self.outbox = Outbox(lambda: self._file.db, self._writing, lambda: self._file)
         self.outbox.configure(webhooks)
         with self._file:
             rows = self._file.db.execute("select uid, event, count from noted").fetchall()
         self._noted: dict[str, Mark] = {uid: (event, count) for uid, event, count in rows}
-        self._since = cluster.time() - LOOK_BACK_S
+        self._since = cluster.time() - EVENTS_BACK_S
         self._version = ""  # of the trainings that were read; empty: none yet
 
     def close(self) -> None:

@@ -1,9 +1,14 @@
-"""The entrypoint of a replica: a script, a module or a function, with its arguments."""
+"""What a replica runs: a script, a module or a function, with the arguments that reach it. Pure.
+
+Arguments travel the same way on every backend: scalars as upper-cased variables, everything as JSON
+in one variable. `rank_env` names one more variable that carries the rank; it is no argument.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
 import re
@@ -13,9 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.agent.keywords import OWN_MODULES, missing_keywords, trainer_call
-from atoll.core.checks import is_text
+from atoll.backends.launch import RANK_VARIABLES
+from atoll.core.checks import (
+    ARGS_VARIABLE,
+    ENTRYPOINT_VARIABLE,
+    RANK_ENV_VARIABLE,
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    is_env_name,
+    is_text,
+)
 from atoll.core.errors import ValidationError
-from atoll.replicas.arguments import as_argv
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +98,7 @@ def is_function(entrypoint: object) -> bool:
     return callable(entrypoint) or is_named
 
 
-def name_of(entrypoint: object) -> str:
+def entrypoint_name(entrypoint: object) -> str:
     """The entrypoint as `ENTRYPOINT` names it; empty for a function without a name of its own."""
     if isinstance(entrypoint, str | os.PathLike):
         return str(os.fspath(entrypoint))
@@ -99,7 +112,7 @@ def read_in_image(entrypoint: object) -> InImage:
 
     A function is named if the image can import it; a command runs as it is in any case.
     """
-    name = name_of(entrypoint)
+    name = entrypoint_name(entrypoint)
     if callable(entrypoint):
         name = "" if name.startswith("__main__:") else name
         what = getattr(entrypoint, "__qualname__", repr(entrypoint))
@@ -161,3 +174,149 @@ def _module_of(function: Callable[..., Any]) -> Any:
     top = name.partition(".")[0]
     is_shared = top in ("__main__", "atoll") or top in sys.stdlib_module_names
     return None if is_shared else sys.modules.get(name)
+
+
+MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
+RANK_ENV = "rank_env"
+URI = "rendezvous_uri"
+WORLD = "world_size"
+JOB_RANK = "JOB_COMPLETION_INDEX"  # the rank, as an Indexed Job of Kubernetes sets it
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+# Beside those that are reserved everywhere: what atoll and torch set for ranks, and what would
+# change how the replica's programs start.
+_SET_FOR_RANKS = re.compile(
+    rf"MASTER_(ADDR|PORT)|LOCAL_RANK|LOCAL_WORLD_SIZE|{JOB_RANK}|{ENTRYPOINT_VARIABLE}|(PET|TORCHELASTIC)_\w+"
+)
+_OF_PROGRAMS = re.compile(r"PATH|HOME|PWD|BASH_ENV|LD_\w+|PYTHON[A-Z]\w*")
+
+
+class Arguments(NamedTuple):
+    """`values` are for the entrypoint; `env` is for every replica."""
+
+    values: dict[str, Any]
+    env: dict[str, str]
+
+
+def read_arguments(args: object, *, n_replicas: int, is_function: bool) -> Arguments:
+    """Raises ValidationError naming the argument that cannot reach a replica.
+
+    `world_size` may be among them, if it is the number of replicas.
+
+    A function takes whatever can be pickled, of any size: its variables have what they can hold.
+    """
+    if not isinstance(args, Mapping):
+        raise ValidationError("entrypoint_args", args, "expected names and values")
+    for key in args:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ValidationError("entrypoint_args", key, "expected a name of letters and digits")
+    values = {key: value for key, value in args.items() if key != RANK_ENV}
+    if (world := values.get(WORLD, n_replicas)) != n_replicas or isinstance(world, bool):
+        expected = f"expected {n_replicas}: so many replicas are launched"
+        raise ValidationError(f"entrypoint_args.{WORLD}", world, expected)
+    # Its variable is set for every replica.
+    others = {key: value for key, value in values.items() if key != WORLD}
+    env = _scalars(others, is_function=is_function)
+    env |= _as_json(values, is_function=is_function)
+    rank_env = args.get(RANK_ENV)
+    if rank_env is not None:
+        _check_rank_env(rank_env, env)
+        env[RANK_ENV_VARIABLE] = rank_env
+    return Arguments(values, env)
+
+
+def as_argv(values: Mapping[str, Any]) -> list[str]:
+    """`--key value` for each; text as it is, anything else as JSON."""
+    return [part for key, value in values.items() for part in (f"--{key}", _text(key, value))]
+
+
+def _scalars(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
+    env: dict[str, str] = {}
+    keys: dict[str, str] = {}
+    for key, value in values.items():
+        if not isinstance(value, str | int | float | os.PathLike):
+            continue
+        name = re.sub(r"[.-]", "_", key.upper())
+        field = f"entrypoint_args.{key}"
+        if why := _describe_reserved(name):
+            raise ValidationError(field, value, f"expected another name: {name} {why}")
+        if name in keys:
+            other = f"expected another name: {name} is the variable of {keys[name]!r}"
+            raise ValidationError(field, value, other)
+        keys[name] = key
+        try:
+            env[name] = _text(key, value)
+        except ValidationError:
+            if not is_function:
+                raise
+    return env
+
+
+def _as_json(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
+    sizes: dict[str, int] = {}
+    for key, value in values.items():
+        try:
+            sizes[key] = len(_json(key, value))
+        except ValidationError:
+            if not is_function:
+                raise
+            return {}
+    if sum(sizes.values()) > MAX_ARGS_BYTES:
+        if is_function:
+            return {}
+        largest = max(sizes, key=lambda key: sizes[key])
+        raise _too_large(largest, values[largest])
+    return {ARGS_VARIABLE: json.dumps({key: _plain(value) for key, value in values.items()})}
+
+
+def _too_large(key: str, value: Any) -> ValidationError:
+    return ValidationError(
+        f"entrypoint_args.{key}",
+        value,
+        f"expected at most {MAX_ARGS_BYTES} bytes for all of them: a function takes more",
+    )
+
+
+def _check_rank_env(name: Any, env: Mapping[str, str]) -> None:
+    field = f"entrypoint_args.{RANK_ENV}"
+    if not is_env_name(name):
+        raise ValidationError(field, name, "expected the name of a variable, such as MY_RANK")
+    if name in env:
+        raise ValidationError(field, name, "expected another name: an argument has this variable")
+    if name not in (*RANK_VARIABLES, JOB_RANK) and (why := _describe_reserved(name)):
+        raise ValidationError(field, name, f"expected another name: {name} {why}")
+
+
+def _describe_reserved(name: str) -> str:
+    is_reserved = name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES)
+    if is_reserved or _SET_FOR_RANKS.fullmatch(name):
+        return "is reserved: atoll sets it for every replica"
+    return "would change how programs start" if _OF_PROGRAMS.fullmatch(name) else ""
+
+
+def _plain(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _text(key: str, value: Any) -> str:
+    plain = _plain(value)
+    text = plain if isinstance(plain, str) else _json(key, plain)
+    if not is_text(text):
+        raise ValidationError(
+            f"entrypoint_args.{key}", value, "expected text in UTF-8 without NUL bytes"
+        )
+    if len(text.encode()) > MAX_ARGS_BYTES:
+        raise _too_large(key, value)
+    return text
+
+
+def _json(key: str, value: Any) -> str:
+    try:
+        text = json.dumps(_plain(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValidationError(
+            f"entrypoint_args.{key}",
+            value,
+            f"expected what JSON can hold, or a function as entrypoint ({error})",
+        ) from error
+    return text

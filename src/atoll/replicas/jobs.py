@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
-from atoll.backends.kubernetes.pod import Pod, when
+from atoll.backends.kubernetes.pod import when
 from atoll.backends.kubernetes.read import desired_of, finished
 from atoll.backends.kubernetes.render import gang_name
 from atoll.backends.kubernetes.results import printed, result_in_log
@@ -25,7 +25,7 @@ from atoll.core.model import decode, encode
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
-from atoll.replicas.shared import SharedBackend, StopCause, with_cause
+from atoll.replicas.plane import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
@@ -88,8 +88,8 @@ def cause_of(job: Json, spec: TrainingSpec, desired: DesiredState) -> StopCause:
     if text:
         return StopCause(*msgspec.json.decode(text))
     if desired.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
-        words = f"still running {spec.deadline_s or 0:g} s after the start"
-        return StopCause(PhaseReason.DEADLINE_EXCEEDED, words)
+        message = f"still running {spec.deadline_s or 0:g} s after the start"
+        return StopCause(PhaseReason.DEADLINE_EXCEEDED, message)
     return StopCause()
 
 
@@ -153,11 +153,11 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         """Of pods that were deleted before this process knew them, what others have archived."""
-        heard: set[int] = set()
+        ranks_read: set[int] = set()
         async for line in super().logs(training, ranks=ranks, tail=tail, follow=follow):
-            heard.add(line.rank)
+            ranks_read.add(line.rank)
             yield line
-        for rank in sorted(set(ranks or ()) - heard):
+        for rank in sorted(set(ranks or ()) - ranks_read):
             lines = printed(await self._archived(training, rank))
             for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
                 yield LogLine(rank=rank, text=text)
@@ -173,7 +173,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         if desired is None or desired.size or finished(job):
             return
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+        if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound, Conflict):

@@ -19,7 +19,8 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState, Training
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
 from atoll.replicas.plane import ScriptPlane
-from atoll.replicas.surface import Entrypoint, ReplicaRendezvous, ReplicaSurface
+from atoll.replicas.protocol import Entrypoint
+from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 if TYPE_CHECKING:
     from atoll.backends.kubernetes.client import Cluster
@@ -51,7 +52,7 @@ class KubernetesExecutor(ReplicaSurface):
     """
 
     backend_name = "kubernetes"
-    launch_word = "Job"
+    _launch_noun = "Job"
 
     def __init__(
         self,
@@ -81,27 +82,27 @@ class KubernetesExecutor(ReplicaSurface):
             if not isinstance(value, bool):
                 raise ValidationError(field, value, "expected True or False")
         account = _one_account(service_account_name, options.pop("service_account", None))
-        given = {
+        settings = {
             **options,
             "image": image,
             "service_account": account,
             "tolerations": plain_tolerations(tolerations),
             "command": list(command) if isinstance(command, tuple) else command,
         }
-        if type(given.get("cpu_request")) in (int, float):
-            given["cpu_request"] = f"{given['cpu_request']:g}"
-        if isinstance(given.get("pod"), dict):
-            given["pod"] = as_rank(given["pod"])
-        if given.get("node_selector", {}) is None:
-            given["node_selector"] = {}
-        self.options = KubernetesOptions(**given)
-        self.takes_only_variables = command is not None
-        self.sends_code = code and command is None
-        self._given = given
+        if type(settings.get("cpu_request")) in (int, float):
+            settings["cpu_request"] = f"{settings['cpu_request']:g}"
+        if isinstance(settings.get("pod"), dict):
+            settings["pod"] = as_rank(settings["pod"])
+        if settings.get("node_selector", {}) is None:
+            settings["node_selector"] = {}
+        self._options = KubernetesOptions(**settings)
+        self._takes_only_variables = command is not None
+        self._sends_code = code and command is None
+        self._arguments = settings
         self._way = (context, kubeconfig)
         self._run = None if run_id is None else name_part("run_id", run_id)
         self.image = image
-        self.namespace = options.get("namespace") or "default"
+        self.namespace = self._namespace = options.get("namespace") or "default"
         self.service_account_name = account
         self.node_selector = options.get("node_selector")
         self.tolerations = tolerations
@@ -109,60 +110,60 @@ class KubernetesExecutor(ReplicaSurface):
         self.command = command
         self.cpu_request = options.get("cpu_request")
         self.memory_request = options.get("memory_request")
-        self.ttl_seconds_after_finished = self.options.ttl_seconds_after_finished
+        self.ttl_seconds_after_finished = self._options.ttl_seconds_after_finished
         self.backoff_limit = backoff_limit
-        self.gpu_resource_key = self.options.gpu_resource_key
+        self.gpu_resource_key = self._options.gpu_resource_key
         self.run_id = run_id
         self.batch_api = batch_api
         self.core_api = core_api
-        self.allow_pickle = allow_pickle
+        self._allow_pickle = allow_pickle
         self._check_way()
 
-    def make_executor(self) -> ScriptJobs:
+    def _make_backend(self) -> ScriptJobs:
         from atoll.replicas.jobs import ScriptJobs
 
         cluster = self._connect()
-        self.namespace = self.options.namespace or cluster.namespace
-        return ScriptJobs(cluster=cluster, **self._given | {"namespace": self.namespace})
+        self.namespace = self._namespace = self._options.namespace or cluster.namespace
+        return ScriptJobs(cluster=cluster, **self._arguments | {"namespace": self._namespace})
 
-    def job_name(self, training: Training) -> str:
+    def _job_name(self, training: Training) -> str:
         from atoll.backends.kubernetes.render import gang_name
 
         return gang_name(training)
 
-    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
-        return {"namespace": self.namespace}
+    def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+        return {"namespace": self._namespace}
 
-    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
-        plane = super().plane_for(metadata)
-        namespace = metadata.get("namespace", self.namespace)
-        if namespace != self.namespace:
+    def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+        plane = super()._plane_for(metadata)
+        namespace = metadata.get("namespace", self._namespace)
+        if namespace != self._namespace:
             raise ValidationError(
                 "handle.metadata.namespace",
                 namespace,
-                f"expected {self.namespace!r}: an executor with namespace={namespace!r} has it",
+                f"expected {self._namespace!r}: an executor with namespace={namespace!r} has it",
             )
         return plane
 
-    def check_launch(self, spec: TrainingSpec) -> None:
+    def _check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError where the launch cannot be done with these options."""
-        self.options.check(spec)
+        self._options.check(spec)
 
-    def read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
-        if self.options.command is not None:
+    def _read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
+        if self._options.command is not None:
             return read_in_image(entrypoint)
-        return super().read_entry(entrypoint, args)
+        return super()._read_entry(entrypoint, args)
 
-    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
         if isinstance(entry, InImage):
-            runs: dict[str, Any] = {"command": self.options.command}
+            runs: dict[str, Any] = {"command": self._options.command}
         else:
-            runs = super().what_runs(entry, uid)
+            runs = super()._entry_fields(entry, uid)
         return runs | {"max_restarts": self.backoff_limit}
 
-    def launch_name(self, uid: str) -> str:
+    def _launch_name(self, uid: str) -> str:
         if self._run is None:
-            return super().launch_name(uid)
+            return super()._launch_name(uid)
         return f"{self._run[:RUN_ID_ROOM].rstrip('-')}-{uid[:8]}"
 
     def render_replicas(
@@ -179,33 +180,33 @@ class KubernetesExecutor(ReplicaSurface):
         from atoll.backends.kubernetes.render import render_job, render_service, render_world
         from atoll.replicas.jobs import as_launch
 
-        training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
+        training = self._new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         desired = DesiredState(version=1, size=n_replicas)
         objects = [
             *(render_parts(training.spec.code) if training.spec.code else ()),
-            render_world(training, desired, self.options, None),
-            render_service(training, self.options, None),
-            as_launch(render_job(training, desired, self.options), training.spec),
+            render_world(training, desired, self._options, None),
+            render_service(training, self._options, None),
+            as_launch(render_job(training, desired, self._options), training.spec),
         ]
         for item in objects:
-            item["metadata"]["namespace"] = self.namespace
+            item["metadata"]["namespace"] = self._namespace
         return objects
 
     def _check_way(self) -> None:
         apis = {"batch_api": self.batch_api, "core_api": self.core_api}
-        given = [field for field, api in apis.items() if api is not None]
-        if given and any(self._way):
+        settings = [field for field, api in apis.items() if api is not None]
+        if settings and any(self._way):
             name, value = next(
                 pair for pair in zip(("context", "kubeconfig"), self._way, strict=True) if pair[1]
             )
-            raise ValidationError(name, value, f"expected none: {given[0]} knows the cluster")
-        if given:
+            raise ValidationError(name, value, f"expected none: {settings[0]} knows the cluster")
+        if settings:
             self._official()
 
     def _official(self) -> Any:
         from atoll.backends.kubernetes.access import access_of
 
-        return access_of(self.batch_api, self.core_api, self.namespace)
+        return access_of(self.batch_api, self.core_api, self._namespace)
 
     def _connect(self) -> Cluster:
         from atoll.backends.kubernetes.client import Cluster

@@ -1,7 +1,7 @@
 """Replicas as processes of this machine, launched from a script. They end when the script does.
 
 A small process for each script, its guard, ends them however the script ends. If the guard is
-killed as well, the next script that launches replicas clears up. Detached replicas have a keeper
+killed as well, the next script that launches replicas clears up. Detached replicas have a follower
 instead, which follows them to their end.
 """
 
@@ -35,8 +35,7 @@ from atoll.core.ports import Executor
 from atoll.core.status import DesiredState, Training
 from atoll.files.ownership import check_directory, make_private, private
 from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
-from atoll.replicas.plane import ScriptPlane
-from atoll.replicas.shared import SharedBackend, StopCause
+from atoll.replicas.plane import ScriptPlane, SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 CLEAR_S = 20.0
@@ -51,11 +50,11 @@ _GUARD = (
 )
 
 
-_KEEPER = (
+_FOLLOWER = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from atoll.replicas.local import keep; keep(*sys.argv[2:])"
+    "from atoll.replicas.local import follow_to_end; follow_to_end(*sys.argv[2:])"
 )
-KEPT_S = 7 * 86_400.0  # how long the record of a detached launch is kept after its end
+RETENTION_S = 7 * 86_400.0  # how long the record of a detached launch is kept after its end
 
 
 class LocalProcessExecutor(ReplicaSurface):
@@ -69,7 +68,7 @@ class LocalProcessExecutor(ReplicaSurface):
 
     backend_name = "local"
     supports_inter_replica_network = True
-    has_shared_folder = True
+    _has_shared_folder = True
 
     def __init__(
         self,
@@ -86,15 +85,15 @@ class LocalProcessExecutor(ReplicaSurface):
         if state_dir is not None and not is_text(os.fspath(state_dir)):
             raise ValidationError("state_dir", state_dir, "expected a path")
         self.detach = detach
-        self.ends_with_script = not detach
-        self.allow_pickle = allow_pickle
+        self._ends_with_script = not detach
+        self._allow_pickle = allow_pickle
         self.state_dir = Path(default_state_dir() if state_dir is None else state_dir).absolute()
         self._attached: dict[Path, ScriptPlane] = {}
 
-    def make_executor(self) -> Executor:
+    def _make_backend(self) -> Executor:
         return ScriptProcesses(self._gangs_root)
 
-    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+    def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
         """A launch is in the directory that its handle names, else in the one of detached ones."""
         directory = Path(metadata.get("directory", self.state_dir))
         if self.detach and directory == self.state_dir:
@@ -105,17 +104,17 @@ class LocalProcessExecutor(ReplicaSurface):
             self._attached[directory] = ScriptPlane(lambda: ScriptProcesses(directory))
         return self._attached[directory]
 
-    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+    def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
         root = executor.root if isinstance(executor, ScriptProcesses) else self._gangs_root
-        return {**super().metadata(training, executor), "directory": str(root)}
+        return {**super()._metadata(training, executor), "directory": str(root)}
 
-    def note_launch(self, training: Training) -> None:
+    def _note_launch(self, training: Training) -> None:
         if self.detach:
-            start_keeper(self.state_dir, training.name)
+            start_follower(self.state_dir, training.name)
 
-    def wait_until_recorded(self, job_name: str) -> None:
+    def _wait_until_recorded(self, job_name: str) -> None:
         """The end of a launch is in its record, for processes that look for it later."""
-        gang = self._known[job_name]
+        gang = self._gangs_by_name[job_name]
         if gang.plane is not None and not gang.training.status.is_released:
             done = gang.plane.wait([gang], lambda: gang.training.status.is_released, None)
             gang.plane.call(done)
@@ -143,21 +142,21 @@ class LocalProcessExecutor(ReplicaSurface):
         self._guard = start_guard(root)
         return root
 
-    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
         source = str(Path(atoll.__file__).parents[1])
         match entry:
             case FunctionCall(payload):
-                place = self._gangs_root / uid / "function.pkl"
-                make_private(place.parent)
-                with open(place, "wb", opener=private) as file:
+                payload_path = self._gangs_root / uid / "function.pkl"
+                make_private(payload_path.parent)
+                with open(payload_path, "wb", opener=private) as file:
                     file.write(payload)
-                command = [sys.executable, "-c", _ENTRY, source, str(place)]
+                command = [sys.executable, "-c", _ENTRY, source, str(payload_path)]
             case Module(name, argv):
                 command = [sys.executable, "-m", name, *argv]
             case Script(path, argv):
                 command = [sys.executable, str(path), *argv]
             case _:
-                return super().what_runs(entry, uid)
+                return super()._entry_fields(entry, uid)
         return {"command": command, "working_dir": os.getcwd()}
 
     def close(self) -> None:
@@ -198,7 +197,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
             with contextlib.suppress(Permanent):
                 record = None if is_buried(directory) else read_record(directory)
                 if record is not None and record.name == job_name:
-                    return record if self._is_kept(directory, record) else None
+                    return record if self._is_followable(directory, record) else None
         return None
 
     async def stop_cause(self, training: Training) -> StopCause:
@@ -215,7 +214,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
         with contextlib.suppress(OSError):
             yield from sorted(self.root.iterdir())
 
-    def _is_kept(self, directory: Path, record: Training) -> bool:
+    def _is_followable(self, directory: Path, record: Training) -> bool:
         return record.status.phase.is_terminal or (directory / "gang.json").exists()
 
     @contextlib.asynccontextmanager
@@ -225,14 +224,14 @@ class ScriptProcesses(SharedBackend, LocalBackend):
         make_private(directory)
         lock = os.open(directory / "turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _is_taken(lock):  # noqa: ASYNC110  other processes set no event
+            while not _try_lock(lock):  # noqa: ASYNC110  other processes set no event
                 await asyncio.sleep(0.02)
             yield
         finally:
             os.close(lock)
 
 
-def _is_taken(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -245,18 +244,18 @@ def default_state_dir() -> Path:
     return state_dir() / "replicas"
 
 
-def start_keeper(directory: Path, job_name: str) -> None:
+def start_follower(directory: Path, job_name: str) -> None:
     """A process that keeps the deadline of a detached launch when no script is left to do so."""
-    keeper = _start(_KEEPER, str(directory), job_name)
-    threading.Thread(target=keeper.wait, name="atoll-keeper", daemon=True).start()
+    follower = _start(_FOLLOWER, str(directory), job_name)
+    threading.Thread(target=follower.wait, name="atoll-follower", daemon=True).start()
 
 
-def keep(directory: str, job_name: str) -> None:
+def follow_to_end(directory: str, job_name: str) -> None:
     """Follows a launch to its end, and records it."""
     executor = LocalProcessExecutor(state_dir=directory)
     with contextlib.suppress(NotFound):
         executor.collect(executor.attach(job_name))
-        executor.wait_until_recorded(job_name)
+        executor._wait_until_recorded(job_name)
 
 
 def clear_expired(root: Path) -> None:
@@ -266,7 +265,7 @@ def clear_expired(root: Path) -> None:
             record = read_record(directory)
             # Without a record it is of a launch that was refused.
             ended_at = directory.stat().st_mtime if record is None else record.status.ended_at
-            if ended_at is not None and time.time() > ended_at + KEPT_S:
+            if ended_at is not None and time.time() > ended_at + RETENTION_S:
                 bury(directory)
                 delete(directory)
 
@@ -312,15 +311,15 @@ def clear(root: Path) -> None:
     Two may try at once, a guard and the next script: one waits for the other.
     """
     try:
-        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         asyncio.run(LocalBackend(root / "gangs").clear_all())
         shutil.rmtree(root, ignore_errors=True)
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def clear_abandoned() -> None:

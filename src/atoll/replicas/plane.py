@@ -1,6 +1,8 @@
 """A control plane inside a script: the real controller over a store in memory.
 
-It has a thread and an event loop of its own, to which calls are submitted.
+It has a thread and an event loop of its own, to which calls are submitted. Several processes may
+follow one gang: each has a controller of its own, a desired state carries a version, the newest
+counts for all, and what has ended stays to be read until its launcher removes it.
 """
 
 from __future__ import annotations
@@ -9,18 +11,26 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller, Pass
 from atoll.core.errors import AtollError, Conflict, NotFound, Permanent, Temporary
-from atoll.core.ports import Executor, Key
-from atoll.core.reasons import PhaseReason
-from atoll.core.status import Training
-from atoll.replicas.shared import SharedBackend, SharedExecutor
+from atoll.core.ports import Executor, Key, Store
+from atoll.core.reasons import ExitReason, PhaseReason
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    LogLine,
+    Observation,
+    ObservedRank,
+    Status,
+    Training,
+)
 from atoll.store.memory import MemoryStore
 
 T = TypeVar("T")
@@ -43,7 +53,7 @@ class Gang:
         self.plane = plane
         self.is_own = is_own
         self.is_removed = False
-        self.is_gone = False  # somebody has deleted it
+        self.is_deleted = False  # somebody has deleted it
         self.last: Pass | None = None
         self.fault: Exception | None = None  # why it cannot be observed, unless that may pass
         self.results: dict[int, tuple[Any, str]] = {}
@@ -123,7 +133,7 @@ class ScriptPlane:
             self.call(self._launch(gang))
         except BaseException as error:
             with contextlib.suppress(AtollError):  # the controller keeps trying
-                if self._shared is not None and not self._shared.has_asked(training):
+                if self._shared is not None and not self._shared.has_applied(training):
                     self.call(self._forget(gang))
                 self.call(self._delete(gang, is_away=isinstance(error, Temporary)))
             raise
@@ -221,7 +231,7 @@ class ScriptPlane:
         followed = executor
         if isinstance(executor, SharedBackend):
             self._shared = SharedExecutor(
-                executor, self.store, self._note_gone, self._note_observed
+                executor, self.store, self._note_deleted, self._note_observed
             )
             followed = self._shared
         informer = Informer(self.store)
@@ -247,8 +257,8 @@ class ScriptPlane:
                 gang.is_removed = update.is_removed
                 self._wake()
 
-    def _note_gone(self, key: Key) -> None:
-        self._gangs[key].is_gone = True
+    def _note_deleted(self, key: Key) -> None:
+        self._gangs[key].is_deleted = True
 
     def _note_observed(self, key: Key) -> None:
         self._gangs[key].observed_at = time.perf_counter()
@@ -282,7 +292,7 @@ class ScriptPlane:
         training = await self.executor.find(job_name, uid)
         if training is None:
             return None
-        self._shared.note_found(training)
+        self._shared.note_adopted(training)
         gang = Gang(training, self, is_own=False)
         if gang.is_over:  # the record of its end is all there is to know
             status = replace(training.status, is_released=True)
@@ -350,3 +360,155 @@ class ScriptPlane:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
         await self.executor.close()
+
+
+class StopCause(NamedTuple):
+    """Why a gang was stopped, as in `Status.failing`; empty if it was cancelled."""
+
+    reason: str = ""
+    message: str = ""
+
+
+class SharedBackend(Executor):
+    """To be placed before the class of a backend: any process can find its gangs.
+
+    Its `release` keeps what others may read.
+    """
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        """The launch of that name, as far as the backend knows it; None if there is none."""
+        raise NotImplementedError
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        """Why another process has stopped it."""
+        raise NotImplementedError
+
+
+class SharedExecutor(Executor):
+    """The executor that the controller of a script works with."""
+
+    def __init__(
+        self,
+        backend: SharedBackend,
+        store: Store,
+        on_deleted: Callable[[Key], None],
+        on_observed: Callable[[Key], None] = lambda key: None,
+    ) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._store = store
+        self._on_deleted = on_deleted
+        self._on_observed = on_observed
+        self._applied: set[str] = set()  # gangs that the backend was asked for
+        self._there: set[str] = set()  # gangs that the backend has had
+        self._concluded: set[str] = set()
+
+    def note_adopted(self, training: Training) -> None:
+        """The gang was found: should the backend not have it, it was deleted since."""
+        self._there.add(training.uid)
+
+    def has_applied(self, training: Training) -> bool:
+        """Whether anything of the gang may be with the backend."""
+        return training.uid in self._applied
+
+    async def apply(self, training: Training, desired: DesiredState) -> None:
+        self._applied.add(training.uid)
+        await self._backend.apply(training, desired)
+
+    async def observe(self, training: Training) -> Observation:
+        if training.status.phase.is_terminal:
+            return Observation(is_supervised=training.uid not in self._concluded)
+        observation = await self._backend.observe(training)
+        self._on_observed(training.key)
+        if observation.desired is not None:
+            self._there.add(training.uid)
+            await self._follow_others(training, observation.desired)
+        elif training.uid in self._there and not observation.is_supervised:
+            await self._note_deleted(training)
+            return without_gang(training, observation, time.time())
+        return observation
+
+    async def release(self, training: Training) -> None:
+        await self._backend.release(training)
+        self._concluded.add(training.uid)
+
+    async def purge(self, training: Training) -> None:
+        await self._backend.purge(training)
+
+    async def perform(self, training: Training, followup: Followup) -> None:
+        await self._backend.perform(training, followup)
+
+    def changes(self) -> AsyncIterator[Key]:
+        return self._backend.changes()
+
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        return await self._backend.result(training, rank)
+
+    def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
+
+    async def _follow_others(self, training: Training, accepted: DesiredState) -> None:
+        """Takes over a wish of another process. Raises Conflict: the pass begins anew with it."""
+        desired = training.status.desired
+        if desired is None or accepted == desired or accepted.version < desired.version:
+            return
+        status = replace(
+            training.status, desired=accepted, discarded_attempts=dict(accepted.discarded_attempts)
+        )
+        is_stopped = accepted.size == 0 and not training.is_cancelling and not status.failing
+        cause = await self._backend.stop_cause(training) if is_stopped else StopCause()
+        stored = await self._store.update_status(training, with_cause(status, cause))
+        if is_stopped and not cause.reason:
+            await self._store.update_spec(replace(stored, spec=replace(stored.spec, cancel=True)))
+        raise Conflict("another process has changed the gang")
+
+    async def _note_deleted(self, training: Training) -> None:
+        if training.is_cancelling:
+            return
+        self._on_deleted(training.key)
+        cancelled = replace(training.spec, cancel=True)
+        await self._store.update_spec(replace(training, spec=cancelled))
+        raise Conflict("the gang no longer exists")
+
+
+def with_cause(status: Status, cause: StopCause) -> Status:
+    if not cause.reason:
+        return status
+    return replace(status, failing=cause.reason, failing_message=cause.message)
+
+
+def without_gang(training: Training, observation: Observation, now: float) -> Observation:
+    """What is seen of a gang that was deleted: whatever ends or is missing then, was stopped."""
+    ranks = [_stopped(rank) for rank in observation.ranks]
+    visible = {rank.rank for rank in observation.ranks}
+    missing = [r for r in training.status.ranks if r.is_alive and r.rank not in visible]
+    for rank in missing:
+        end = Exit(code=None, at=now, reason=ExitReason.DELETED, is_stopped=True)
+        ranks.append(
+            ObservedRank(
+                rank=rank.rank,
+                state="exited",
+                attempt=rank.attempt,
+                restarts=rank.restarts,
+                started_at=rank.started_at,
+                exit=end,
+            )
+        )
+    return replace(observation, ranks=[rank for rank in ranks if rank.state != "waiting"])
+
+
+# Ends of a rank's own, which no deletion of its gang explains.
+OWN_ENDS = frozenset({ExitReason.ERROR, ExitReason.OOM_KILLED, ExitReason.COMMAND_NOT_FOUND})
+
+
+def _stopped(rank: ObservedRank) -> ObservedRank:
+    if rank.exit is None or rank.exit.is_success or rank.exit.reason in OWN_ENDS:
+        return rank
+    return replace(rank, exit=replace(rank.exit, is_stopped=True))

@@ -22,9 +22,9 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
 from atoll.replicas.entrypoints import Entry, InImage, Module, read_in_image
 from atoll.replicas.kubernetes import RESTARTS
-from atoll.replicas.plane import ScriptPlane
-from atoll.replicas.shared import SharedBackend, StopCause
-from atoll.replicas.surface import Entrypoint, ReplicaSurface
+from atoll.replicas.plane import ScriptPlane, SharedBackend, StopCause
+from atoll.replicas.protocol import Entrypoint
+from atoll.replicas.surface import ReplicaSurface
 
 TRAINING, CAUSE = "training", "cause"
 PREFIX = "replicas-"
@@ -37,9 +37,9 @@ class RecordedReplicas(ReplicaSurface):
     handles; `argument_of` has the argument for it, where that has another name.
     """
 
-    address: Mapping[str, str]
-    argument_of: Mapping[str, str] = {}
-    options: Any
+    _address: Mapping[str, str]
+    _argument_of: Mapping[str, str] = {}
+    _options: Any
 
     def _take(
         self, *, command: Sequence[str] | None, max_restarts: int, allow_pickle: bool, code: bool
@@ -52,47 +52,47 @@ class RecordedReplicas(ReplicaSurface):
         if command is not None:
             check_strings("command", command)
         self.command = None if command is None else list(command)
-        self.takes_only_variables = command is not None
+        self._takes_only_variables = command is not None
         self.max_restarts = max_restarts
-        self.allow_pickle = allow_pickle
-        self.sends_code = code and command is None
+        self._allow_pickle = allow_pickle
+        self._sends_code = code and command is None
 
-    def check_launch(self, spec: TrainingSpec) -> None:
-        self.options.check(spec)
+    def _check_launch(self, spec: TrainingSpec) -> None:
+        self._options.check(spec)
 
-    def python(self) -> str:
+    def _python(self) -> str:
         """What replicas call it."""
-        return str(self.options.python)
+        return str(self._options.python)
 
-    def read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
+    def _read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
         if self.command is not None:
             return read_in_image(entrypoint)
-        return super().read_entry(entrypoint, args)
+        return super()._read_entry(entrypoint, args)
 
-    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
         match entry:
             case InImage():
                 runs: dict[str, Any] = {"command": self.command}
             case Module(name, argv):
-                runs = {"command": [self.python(), "-m", name, *argv]}
+                runs = {"command": [self._python(), "-m", name, *argv]}
             case _:
-                runs = super().what_runs(entry, uid)
+                runs = super()._entry_fields(entry, uid)
         return runs | {"max_restarts": self.max_restarts}
 
-    def launch_name(self, uid: str) -> str:
+    def _launch_name(self, uid: str) -> str:
         return f"{PREFIX}{uid}"
 
-    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
-        return {**super().metadata(training, executor), **self.address}
+    def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+        return {**super()._metadata(training, executor), **self._address}
 
-    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
-        for field, own in self.address.items():
+    def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+        for field, own in self._address.items():
             value = metadata.get(field, own)
             if value != own:
-                argument = self.argument_of.get(field, field)
+                argument = self._argument_of.get(field, field)
                 expected = f"expected {own!r}: an executor with {argument}={value!r} has it"
                 raise ValidationError(f"handle.metadata.{field}", value, expected)
-        return super().plane_for(metadata)
+        return super()._plane_for(metadata)
 
 
 class RecordedLaunches(SharedBackend, RecordedBackend):
@@ -155,9 +155,9 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
     async def _keep(self, training: Training, name: str, data: bytes) -> None:
         await self._ask(self.place_of(training).put, name, data)
 
-    async def _ask(self, question: Any, *words: Any) -> Any:
+    async def _ask(self, question: Any, *message: Any) -> Any:
         try:
-            return await asyncio.to_thread(question, *words)
+            return await asyncio.to_thread(question, *message)
         except OSError as error:
             raise Temporary(f"the records cannot be reached: {error.strerror}") from error
 

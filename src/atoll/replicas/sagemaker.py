@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.backends.sagemaker.options import STORE, SageMakerOptions, check_installed
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
+from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
-from atoll.replicas.recorded import RecordedReplicas
-
-if TYPE_CHECKING:
-    from atoll.replicas.trainingjobs import ScriptTrainingJobs
+from atoll.replicas.recorded import RecordedLaunches, RecordedReplicas
 
 
 class SageMakerExecutor(RecordedReplicas):
@@ -26,7 +24,7 @@ class SageMakerExecutor(RecordedReplicas):
 
     backend_name = "sagemaker"
     supports_inter_replica_network = False
-    launch_word = "set of training jobs"
+    _launch_noun = "set of training jobs"
 
     def __init__(
         self,
@@ -49,19 +47,22 @@ class SageMakerExecutor(RecordedReplicas):
         ):
             if not isinstance(text, str) or not text:
                 raise ValidationError(field, text, expected)
-        given = options | {"image": image, "role": role, "store": store}
-        self.options = options_of(SageMakerOptions, given)
+        values = options | {"image": image, "role": role, "store": store}
+        self._options = options_of(SageMakerOptions, values)
         self.image = image
         self.role = role
         self.store = str(store).rstrip("/")
-        self.address = {"store": self.store}
+        self._address = {"store": self.store}
 
-    def check_launch(self, spec: TrainingSpec) -> None:
+    def _check_launch(self, spec: TrainingSpec) -> None:
         from atoll.backends.sagemaker.executor import check_spec
 
-        check_spec(spec, self.options, self.options.region or "")
+        check_spec(spec, self._options, self._options.region or "")
 
-    def make_executor(self) -> ScriptTrainingJobs:
-        from atoll.replicas.trainingjobs import ScriptTrainingJobs
+    def _make_backend(self) -> Executor:
+        from atoll.backends.sagemaker.executor import SageMakerBackend
 
-        return ScriptTrainingJobs(self.options)
+        class ScriptTrainingJobs(RecordedLaunches, SageMakerBackend):
+            """Training jobs of launches from scripts, which several processes may follow."""
+
+        return ScriptTrainingJobs(self._options)

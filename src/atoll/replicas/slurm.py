@@ -36,9 +36,9 @@ class SlurmExecutor(RecordedReplicas):
     """
 
     backend_name = "slurm"
-    has_shared_folder = True
-    launch_word = "job array"
-    argument_of = {"directory": "folder"}
+    _has_shared_folder = True
+    _launch_noun = "job array"
+    _argument_of = {"directory": "folder"}
 
     def __init__(
         self,
@@ -53,31 +53,31 @@ class SlurmExecutor(RecordedReplicas):
     ) -> None:
         self._take_rendezvous(rendezvous_backend)
         self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
-        self.options = options_of(SlurmOptions, options)
+        self._options = options_of(SlurmOptions, options)
         self.image = image
         self.folder = Path(
-            os.path.expanduser(self.options.folder or state_dir() / "slurm")
+            os.path.expanduser(self._options.folder or state_dir() / "slurm")
         ).absolute()
-        self.address = {"directory": str(self.folder)}
+        self._address = {"directory": str(self.folder)}
 
-    def make_executor(self) -> Executor:
+    def _make_backend(self) -> Executor:
         check_installed()
-        return ScriptArrays(self.folder, self.options)
+        return ScriptArrays(self.folder, self._options)
 
-    def check_launch(self, spec: TrainingSpec) -> None:
-        super().check_launch(spec)
+    def _check_launch(self, spec: TrainingSpec) -> None:
+        super()._check_launch(spec)
         check_installed()
 
-    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
-        runs = super().what_runs(entry, uid) | {"image": self.image}
-        if self.options.container is not None or self.sends_code:
+    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
+        runs = super()._entry_fields(entry, uid) | {"image": self.image}
+        if self._options.container is not None or self._sends_code:
             return runs
         if isinstance(entry, Script):  # it runs where it is
             del runs["source"]
-            runs |= {"command": [self.python(), str(entry.path)], "args": entry.argv}
+            runs |= {"command": [self._python(), str(entry.path)], "args": entry.argv}
         return runs | {"working_dir": os.getcwd()}
 
-    def python(self) -> str:
-        if self.options.container is not None:
+    def _python(self) -> str:
+        if self._options.container is not None:
             return "python3"
-        return str(self.options.python or sys.executable)
+        return str(self._options.python or sys.executable)

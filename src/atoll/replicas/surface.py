@@ -53,23 +53,29 @@ from atoll.core.spec import (
 )
 from atoll.core.status import Exit, RankStatus, Status, Training
 from atoll.core.stores import store_uri
-from atoll.replicas.arguments import URI, read_arguments
 from atoll.replicas.entrypoints import (
+    URI,
     Entry,
     FunctionCall,
     InImage,
     Module,
     Script,
+    entrypoint_name,
     is_function,
-    name_of,
+    read_arguments,
     read_entry,
 )
-from atoll.replicas.handle import LaunchAddress, ReplicaHandle, read_handle
 from atoll.replicas.plane import Gang, ScriptPlane
+from atoll.replicas.protocol import (
+    Entrypoint,
+    LaunchAddress,
+    ReplicaHandle,
+    ReplicaState,
+    read_handle,
+)
 
 log = logging.getLogger(__name__)
 
-Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
 NOTHING_YET = "(nothing to read yet)"
 _SHIPPED = (
@@ -78,7 +84,6 @@ _SHIPPED = (
 
 # "none": each replica is a world of its own, and so is a torchrun in it.
 ReplicaRendezvous = Literal["none", "c10d", "static"]
-ReplicaState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 
 STATES: dict[str, ReplicaState] = {
     "Pending": "pending",
@@ -98,32 +103,32 @@ class ReplicaSurface:
 
     backend_name: str = ""
     supports_inter_replica_network: bool = False
-    takes_only_variables: bool = False  # arguments reach replicas in their environment alone
-    sends_code: bool = False  # the working directory travels to the replicas
-    has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
-    rendezvous_backend: ReplicaRendezvous = "none"
-    namespace = "default"
-    stop_grace_s = 5.0
-    ends_with_script = False
-    allow_pickle = False
-    launch_word = "launch"  # what the backend calls one
+    _takes_only_variables: bool = False  # arguments reach replicas in their environment alone
+    _sends_code: bool = False  # the working directory travels to the replicas
+    _has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
+    _rendezvous_backend: ReplicaRendezvous = "none"
+    _namespace = "default"
+    _stop_grace_s = 5.0
+    _ends_with_script = False
+    _allow_pickle = False
+    _launch_noun = "launch"  # what the backend calls one
 
     def _take_rendezvous(self, backend: ReplicaRendezvous) -> None:
         """For a backend whose replicas can reach each other. Raises ValidationError."""
         check_choice("rendezvous_backend", backend, ReplicaRendezvous)
-        self.rendezvous_backend = backend
+        self._rendezvous_backend = backend
         if backend != "none":
             self.supports_inter_replica_network = True
 
-    def make_executor(self) -> Executor:
+    def _make_backend(self) -> Executor:
         """Called once, in the thread that will use it."""
         raise NotImplementedError
 
-    def read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
+    def _read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
         """What runs, with its arguments. Raises ValidationError for what cannot."""
         return read_entry(entrypoint, args)
 
-    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
         """The fields of the spec that say what a rank runs. By default they hold the code."""
         match entry:
             case FunctionCall(payload):
@@ -137,11 +142,11 @@ class ReplicaSurface:
             case InImage(name):
                 raise ValidationError("entrypoint", name, "expected code that can be shipped")
 
-    def launch_name(self, uid: str) -> str:
+    def _launch_name(self, uid: str) -> str:
         """The name of a new launch, a DNS label."""
         return f"replicas-{uid[:12]}"
 
-    def check_launch(self, spec: TrainingSpec) -> None:
+    def _check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field, if the spec can never run here."""
         self._plane.executor.check(spec)
 
@@ -164,16 +169,16 @@ class ReplicaSurface:
         """
         if "_plane" in self.__dict__:
             self._plane.check_open()
-        training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
+        training = self._new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         spec = replace(training.spec, executor=self._plane.executor.name)
-        training = replace(training, namespace=self.namespace, spec=spec)
-        self._plane.call(self._plane.executor.dry_run(spec, self.namespace))
+        training = replace(training, namespace=self._namespace, spec=spec)
+        self._plane.call(self._plane.executor.dry_run(spec, self._namespace))
         gang = self._plane.launch(training)
-        self._known[self.job_name(training)] = gang
-        self.note_launch(training)
+        self._gangs_by_name[self._job_name(training)] = gang
+        self._note_launch(training)
         return self._handles(training, self._plane.executor)
 
-    def new_training(
+    def _new_training(
         self,
         n_replicas: int,
         entrypoint: Entrypoint,
@@ -184,22 +189,22 @@ class ReplicaSurface:
         """The training that a launch is. Raises ValidationError for what cannot be launched."""
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
-        is_called = is_function(entrypoint) and not self.takes_only_variables
-        given = {} if entrypoint_args is None else entrypoint_args
-        args = read_arguments(given, n_replicas=n_replicas, is_function=is_called)
-        entry = self.read_entry(entrypoint, args.values)
-        folder = os.getcwd() if self.has_shared_folder else None
+        is_called = is_function(entrypoint) and not self._takes_only_variables
+        fields = {} if entrypoint_args is None else entrypoint_args
+        args = read_arguments(fields, n_replicas=n_replicas, is_function=is_called)
+        entry = self._read_entry(entrypoint, args.values)
+        folder = os.getcwd() if self._has_shared_folder else None
         uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
-        name = entry.name if isinstance(entry, InImage) else name_of(entrypoint)
+        name = entry.name if isinstance(entry, InImage) else entrypoint_name(entrypoint)
         uid = uuid.uuid4().hex
-        is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
+        is_pickled = self._allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
-            name=self.launch_name(uid),
+            name=self._launch_name(uid),
             world_size=WorldSize(min=1, target=n_replicas, max=n_replicas),
-            rendezvous=RendezvousSpec(backend=self.rendezvous_backend, uri=uri),
+            rendezvous=RendezvousSpec(backend=self._rendezvous_backend, uri=uri),
             resources=read_gpu(gpu),
             deadline_s=timeout,
-            stop_grace_s=self.stop_grace_s,
+            stop_grace_s=self._stop_grace_s,
             env={
                 **args.env,
                 **({ENTRYPOINT_VARIABLE: name} if name else {}),
@@ -207,25 +212,25 @@ class ReplicaSurface:
                 **({RESULTS_VARIABLE: PICKLE} if is_pickled else {}),
             },
             code=self._code_of(entry),
-            **self.what_runs(entry, uid),
+            **self._entry_fields(entry, uid),
         )
-        self.check_launch(spec)
-        return Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
+        self._check_launch(spec)
+        return Training(namespace=self._namespace, uid=uid, spec=spec, created_at=time.time())
 
     def _code_of(self, entry: Entry) -> Code | None:
         """The working directory, where it travels. Raises ValidationError if it is too large."""
-        if not self.sends_code or isinstance(entry, InImage):
+        if not self._sends_code or isinstance(entry, InImage):
             return None
         from atoll.code.archive import pack, why_not
 
-        if why := why_not("."):
-            log.warning("no code is sent: %s; code=False says so", why)
+        if explanation := why_not("."):
+            log.warning("no code is sent: %s; code=False says so", explanation)
             return None
         folders = [str(entry.path.parent)] if isinstance(entry, Script) else []
         code = pack(".", [*folders, *sys.path])
         if code is not None:
-            words = "code: %d files, %d bytes packed, sha256 %s"
-            log.info(words, code.files, code.size, code.digest[:12])
+            end = "code: %d files, %d bytes packed, sha256 %s"
+            log.info(end, code.files, code.size, code.digest[:12])
         return code
 
     def attach(self, job_name: str) -> list[ReplicaHandle]:
@@ -233,8 +238,8 @@ class ReplicaSurface:
         if not is_text(job_name) or not job_name:
             raise ValidationError("job_name", job_name, "expected the name of a launch")
         address = LaunchAddress(job_name, None, {})
-        gang = self._found(address)
-        if gang is None or gang.plane is None or gang.is_gone:
+        gang = self._find_gang(address)
+        if gang is None or gang.plane is None or gang.is_deleted:
             raise NotFound(f"{self.backend_name} launch", job_name)
         return self._handles(gang.training, gang.plane.executor)
 
@@ -275,14 +280,14 @@ class ReplicaSurface:
         """
         if timeout is not None:
             check_timeout(timeout)
-        handles = all_handles(handles)
+        handles = list_handles(handles)
         gangs = self._gangs(handles)
         deadline = None if timeout is None else time.monotonic() + min(timeout, 1e12)
         pairs = list(zip(gangs, handles, strict=True))
         for plane in dict.fromkeys(gang.plane for gang in gangs):
             group = [gang for gang in dict.fromkeys(gangs) if gang.plane is plane]
             if plane is not None and not all(gang.is_over for gang in group):
-                plane.call(plane.wait(group, is_done_of(group, pairs), deadline))
+                plane.call(plane.wait(group, all_ended(group, pairs), deadline))
         return [self._report(gang, handle, timeout) for gang, handle in pairs]
 
     def close(self) -> None:
@@ -310,40 +315,40 @@ class ReplicaSurface:
     def _plane(self) -> ScriptPlane:
         self._pid  # noqa: B018  whose it is
         atexit.register(self._end_with_script)
-        return ScriptPlane(self.make_executor)
+        return ScriptPlane(self._make_backend)
 
     def _planes(self) -> list[ScriptPlane]:
         """Those that are in use."""
         return [self._plane] if "_plane" in self.__dict__ else []
 
     def _end_with_script(self) -> None:
-        if self.ends_with_script:
+        if self._ends_with_script:
             self.close()
         elif self._is_own():
             for plane in self._planes():
                 plane.leave()
 
-    def job_name(self, training: Training) -> str:
+    def _job_name(self, training: Training) -> str:
         """The name of a launch, as the backend has it."""
         return training.name
 
-    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+    def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
         """What another process needs to find the launch beside its name and uid, as JSON."""
         return {"namespace": training.namespace}
 
-    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+    def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
         """Who follows a launch with this metadata. Raises ValidationError if it cannot be one of
         this executor."""
         return self._plane
 
-    def note_launch(self, training: Training) -> None:
+    def _note_launch(self, training: Training) -> None:
         """Called when a launch has succeeded."""
 
     def _handles(self, training: Training, executor: Executor) -> list[ReplicaHandle]:
         shared = {
-            "job_name": self.job_name(training),
+            "job_name": self._job_name(training),
             "uid": training.uid,
-            **self.metadata(training, executor),
+            **self._metadata(training, executor),
         }
         return [
             ReplicaHandle(rank, self.backend_name, {**shared, "rank": rank})
@@ -351,7 +356,7 @@ class ReplicaSurface:
         ]
 
     @cached_property
-    def _known(self) -> dict[str, Gang]:
+    def _gangs_by_name(self) -> dict[str, Gang]:
         return {}
 
     @cached_property
@@ -370,7 +375,7 @@ class ReplicaSurface:
         for address in addresses:
             launch = address.job_name, address.uid
             if launch not in by_launch:
-                by_launch[launch] = self._found(address) or absent_gang(address)
+                by_launch[launch] = self._find_gang(address) or absent_gang(address)
         gangs = [by_launch[address.job_name, address.uid] for address in addresses]
         for gang, handle in zip(gangs, handles, strict=True):
             size = gang.training.spec.world_size.target
@@ -380,14 +385,14 @@ class ReplicaSurface:
                 )
         return gangs
 
-    def _found(self, address: LaunchAddress) -> Gang | None:
+    def _find_gang(self, address: LaunchAddress) -> Gang | None:
         with self._turn:
-            gang = self._known.get(address.job_name)
+            gang = self._gangs_by_name.get(address.job_name)
             if gang is None:
-                plane = self.plane_for(address.metadata)
+                plane = self._plane_for(address.metadata)
                 gang = plane.adopt(address.job_name, address.uid)
                 if gang is not None:
-                    self._known[address.job_name] = gang
+                    self._gangs_by_name[address.job_name] = gang
         is_other = gang is not None and address.uid not in (None, gang.training.uid)
         return None if is_other else gang
 
@@ -412,8 +417,8 @@ class ReplicaSurface:
         result, trouble = self._result(gang, handle) if state in TERMINAL else (None, "")
         error = error_of(gang.training, rank, state)
         job_name = handle.metadata["job_name"]
-        if gang.is_gone and state == "cancelled":
-            error = f"the {self.launch_word} {job_name} no longer exists"
+        if gang.is_deleted and state == "cancelled":
+            error = f"the {self._launch_noun} {job_name} no longer exists"
         if state not in TERMINAL:
             error = f"{state} after {timeout:g} s of waiting"
             error += f": {rank.message}" if rank.message else ""
@@ -434,15 +439,15 @@ class ReplicaSurface:
     def _result(self, gang: Gang, handle: ReplicaHandle) -> tuple[Any, str]:
         """The result of the replica, or None and why there is none."""
         if handle.rank not in gang.results:
-            gang.results[handle.rank] = self._decoded(gang, self._read_result(gang, handle))
+            gang.results[handle.rank] = self._decode(gang, self._read_result(gang, handle))
         return gang.results[handle.rank]
 
-    def _decoded(self, gang: Gang, result: Result | None) -> tuple[Any, str]:
+    def _decode(self, gang: Gang, result: Result | None) -> tuple[Any, str]:
         if result is None:
             return None, ""
         is_function = gang.training.spec.env.get(RESULTS_VARIABLE) == PICKLE
         try:
-            return decode_value(result, allow_pickle=self.allow_pickle and is_function), ""
+            return decode_value(result, allow_pickle=self._allow_pickle and is_function), ""
         except ValueError as error:
             return None, str(error)
 
@@ -471,18 +476,18 @@ def absent_gang(address: LaunchAddress) -> Gang:
     uid = address.uid or ""
     training = Training(namespace="", uid=uid, spec=spec, status=status)
     gang = Gang(training, None, is_own=False)
-    gang.is_gone = True
+    gang.is_deleted = True
     return gang
 
 
-def all_handles(handles: object) -> list[Any]:
+def list_handles(handles: object) -> list[Any]:
     """The handles of any iterable. Raises ValidationError for what is none, such as one handle."""
     if isinstance(handles, str | bytes | Mapping) or not isinstance(handles, Iterable):
         raise ValidationError("handles", handles, "expected a list of handles")
     return list(handles)
 
 
-def is_done_of(
+def all_ended(
     gangs: Sequence[Gang], pairs: Sequence[tuple[Gang, ReplicaHandle]]
 ) -> Callable[[], bool]:
     """Whether all replicas of these gangs among `pairs` have ended."""
@@ -512,17 +517,17 @@ def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
         return f"cancelled: it {describe_exit(ended)}" if ended else "cancelled before it started"
     if state != "failed":
         return ""
-    why = status.failing_message or status.message
+    explanation = status.failing_message or status.message
     if ended is None:
-        return why or "it was never started"
-    words = describe_exit(ended)
-    if ended.is_stopped or is_cut_off(training, ended):
-        return f"{why}; it {words}" if why else words
+        return explanation or "it was never started"
+    end = describe_exit(ended)
+    if ended.is_stopped or ended_at_deadline(training, ended):
+        return f"{explanation}; it {end}" if explanation else end
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")
-    return words if ended.message or not last else f"{words}: {last}"
+    return end if ended.message or not last else f"{end}: {last}"
 
 
-def is_cut_off(training: Training, ended: Exit) -> bool:
+def ended_at_deadline(training: Training, ended: Exit) -> bool:
     """Whether the backend itself has ended the rank, at the deadline of the gang."""
     deadline_s = training.spec.deadline_s
     if training.status.failing != PhaseReason.DEADLINE_EXCEEDED or deadline_s is None:

@@ -22,29 +22,29 @@ from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import LEFT, Keys, UploadName, parse_upload
 from atoll.diloco.allreduce.manifest import MANIFEST, Manifest
 from atoll.diloco.allreduce.past import read_dated_manifests
-from atoll.diloco.blobs import Blob, Blobs
 from atoll.diloco.facts import facts_of, fragment_of
+from atoll.objectstore import ObjectInfo, ObjectStore
 
-MOST_AT_ONCE = 500  # manifests in one look
-MOST_ROSTER = 64 * 2**20  # bytes
-STILL_CHANGING = 3  # rounds whose uploads may still arrive
+MAX_AT_ONCE = 500  # manifests in one look
+MAX_ROSTER = 64 * 2**20  # bytes
+CHANGING_ROUNDS = 3  # rounds whose uploads may still arrive
 
 log = logging.getLogger(__name__)
 
 
-class RunLook(NamedTuple):
+class RunObservation(NamedTuple):
     """What a look found: rounds that are new or have changed, the open one, and who has left."""
 
     rounds: list[RoundFacts]
     waiting: OpenRound | None
-    left: dict[int, str]
+    departures: dict[int, str]
     is_all: bool  # nothing is left for the next look
 
 
 class RunReader:
     """Reads one run: a fragment of a training."""
 
-    def __init__(self, blobs: Blobs, run: str, first: int = 0) -> None:
+    def __init__(self, blobs: ObjectStore, run: str, first: int = 0) -> None:
         """`first`: the rounds before it are known."""
         self._blobs = blobs
         self._keys = Keys(run)
@@ -55,14 +55,14 @@ class RunReader:
         self.following = first  # no manifest of it, or of a later round, is known
         self._is_behind = True  # manifests may have been folded since the last look
 
-    def look(self) -> RunLook:
+    def observe(self) -> RunObservation:
         changed: dict[int, RoundFacts] = {}
-        since = max(0, self.following - STILL_CHANGING)
-        listing = self._blobs.find(
+        since = max(0, self.following - CHANGING_ROUNDS)
+        listing = self._blobs.list(
             self._keys.uploads(), self._keys.uploads(since) if since else None
         )
         ahead = max((name.round for _, name in _names(listing)), default=-1)
-        manifests = islice(self._new_manifests(ahead), MOST_AT_ONCE)
+        manifests = islice(self._new_manifests(ahead), MAX_AT_ONCE)
         number = 0
         for manifest, at in manifests:
             number += 1
@@ -70,15 +70,15 @@ class RunReader:
             changed[manifest.round] = self._recent[manifest.round] = facts
             self._uploads[manifest.round] = {member.upload for member in manifest.members}
             self.following = max(self.following, manifest.round + 1)
-        is_all = number < MOST_AT_ONCE
+        is_all = number < MAX_AT_ONCE
         self._is_behind = not is_all
-        for number in [n for n in self._recent if n < self.following - STILL_CHANGING]:
+        for number in [n for n in self._recent if n < self.following - CHANGING_ROUNDS]:
             del self._recent[number], self._uploads[number]
-        changed |= self._seen(listing)
-        return RunLook(
+        changed |= self._changed_uploads(listing)
+        return RunObservation(
             [changed[number] for number in sorted(changed)],
             self._waiting(listing) if is_all else None,
-            _left(listing),
+            _departures(listing),
             is_all,
         )
 
@@ -117,15 +117,15 @@ class RunReader:
     def _read(self, number: int, attempt: int) -> tuple[Manifest, datetime] | None:
         key = self._keys.manifest(number, attempt)
         try:
-            data, at = self._blobs.get_dated(key, MOST_ROSTER)
+            data, at = self._blobs.get_with_time(key, max_bytes=MAX_ROSTER)
             body = wire.unseal(wire.MANIFEST, wire.fence(key), data)
             return MANIFEST.decode(body), at
         except NotFound:
             return None
         except (wire.Corrupt, msgspec.MsgspecError) as error:
-            raise Permanent(f"{self._blobs.name}: {key} is not a manifest: {error}") from error
+            raise Permanent(f"{self._blobs.uri}: {key} is not a manifest: {error}") from error
 
-    def _seen(self, listing: list[Blob]) -> dict[int, RoundFacts]:
+    def _changed_uploads(self, listing: list[ObjectInfo]) -> dict[int, RoundFacts]:
         """Recent rounds of which uploads show more than before: sizes, and who came late."""
         sizes: dict[int, dict[int, int]] = {}
         late: dict[int, set[int]] = {}
@@ -159,7 +159,7 @@ class RunReader:
                 changed[number] = self._recent[number] = new
         return changed
 
-    def _waiting(self, listing: list[Blob]) -> OpenRound | None:
+    def _waiting(self, listing: list[ObjectInfo]) -> OpenRound | None:
         open_uploads = {n.rank for _, n in _names(listing) if n.round == self.following}
         if not open_uploads:
             return None
@@ -168,13 +168,13 @@ class RunReader:
         )
 
 
-def _names(listing: list[Blob]) -> Iterator[tuple[Blob, UploadName]]:
+def _names(listing: list[ObjectInfo]) -> Iterator[tuple[ObjectInfo, UploadName]]:
     for blob in listing:
         name = parse_upload(blob.key, blob.size)
         if name is not None:
             yield blob, name
 
 
-def _left(listing: list[Blob]) -> dict[int, str]:
+def _departures(listing: list[ObjectInfo]) -> dict[int, str]:
     marks = (LEFT.search(blob.key) for blob in listing)
     return {int(mark[2]): mark[3] for mark in marks if mark is not None}

@@ -16,7 +16,7 @@ from atoll.core.status import Training
 OWN_USER = ("local", "slurm")  # kinds whose ranks run as the user of the control plane
 
 
-class Whose(NamedTuple):
+class StoreAccess(NamedTuple):
     """Of a training: the kind of its executor, and where its ranks meet if it names no URI.
 
     `is_alone`: no other training meets there.
@@ -24,27 +24,27 @@ class Whose(NamedTuple):
 
     kind: str
     default_uri: str
-    is_alone: bool = True
+    is_exclusive: bool = True
 
 
-def uri_of(training: Training, whose: Whose) -> str:
+def uri_of(training: Training, access: StoreAccess) -> str:
     """Where the ranks meet; empty if nowhere."""
-    return training.spec.rendezvous.uri or whose.default_uri
+    return training.spec.rendezvous.uri or access.default_uri
 
 
-def refusal(
-    training: Training, whose: Whose, stores: Sequence[RoundStore], own_namespace: str
+def refusal_reason(
+    training: Training, access: StoreAccess, stores: Sequence[RoundStore], own_namespace: str
 ) -> str:
     """Why the store of a training is not read, in words; empty if it is."""
-    uri, is_default = uri_of(training, whose), not training.spec.rendezvous.uri
+    uri, is_default = uri_of(training, access), not training.spec.rendezvous.uri
     scheme = urlsplit(uri).scheme
     if not uri:
         return "the training has no store"
     if scheme == "memory":
         return "memory:// is within the ranks"
     if scheme == "file":
-        if whose.kind not in OWN_USER:
-            return f"file:// of the executor kind {whose.kind} is not on this machine"
+        if access.kind not in OWN_USER:
+            return f"file:// of the executor kind {access.kind} is not on this machine"
         if is_default or training.namespace == own_namespace:
             return ""
         return "file:// is read for trainings of the control plane's own user only"

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
 from atoll.core.executors import ExecutorStatus
-from atoll.core.html import ShownList, trainings_html
-from atoll.core.spec import TrainingSpec
+from atoll.core.html import HtmlList, trainings_html
+from atoll.core.spec import ProviderFilter, TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.sdk import flows
-from atoll.sdk.config import stated_training
+from atoll.sdk.config import resolve_training
 from atoll.sdk.effects import Flow, T
-from atoll.sdk.endpoint import Endpoint, chosen
-from atoll.sdk.options import DeployOptions, wait_of
+from atoll.sdk.endpoint import Endpoint, choose_endpoint
+from atoll.sdk.options import DeployOptions, Wait, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
@@ -37,7 +39,7 @@ class Client:
     """
 
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
-        self._open(chosen(url, token))
+        self._open(choose_endpoint(url, token))
 
     @classmethod
     def local(cls) -> Client:
@@ -45,10 +47,10 @@ class Client:
 
         `with Client.local() as client: …`
         """
-        from atoll.sdk.embedded import Private
+        from atoll.sdk.embedded import PrivatePlane
 
         client = cls.__new__(cls)
-        client._open(Private())
+        client._open(PrivatePlane())
         return client
 
     def _open(self, endpoint: Endpoint) -> None:
@@ -56,40 +58,150 @@ class Client:
         self.wire = Wire(endpoint)
 
     def deploy_distributed(
-        self, name: str, **options: Unpack[DeployOptions]
+        self,
+        name: str,
+        *,
+        command: Sequence[str] | None = None,
+        source: str | Path | Callable[..., Any] | None = None,
+        args: Sequence[str] | None = None,
+        image: str | None = None,
+        env: Mapping[str, str] | None = None,
+        working_dir: str | Path | None = None,
+        code: bool | None = None,
+        cpu: str | int | float | None = None,
+        memory: str | None = None,
+        gpu_count: int | None = None,
+        gpu_models: Sequence[str] | None = None,
+        min_gpu_memory_gb: int | None = None,
+        world_size: WorldSize | int | None = None,
+        provider_filter: ProviderFilter | None = None,
+        topology_spread: str | None = None,
+        nccl_env: Mapping[str, str] | None = None,
+        bench: str | None = None,
+        bench_placement: str | None = None,
+        bench_require_gbps: float | None = None,
+        rendezvous_backend: str | None = None,
+        rendezvous_uri: str | None = None,
+        run_id: str | None = None,
+        pip_packages: Sequence[str] | None = None,
+        max_restarts: int | None = None,
+        start_grace_s: float | str | None = None,
+        stop_grace_s: float | str | None = None,
+        deadline_s: float | str | None = None,
+        ttl_seconds: int | str | None = None,
+        stall_s: float | str | None = None,
+        stall_restart: bool | None = None,
+        executor: str | None = None,
+        mesh: bool | None = None,
+        wait: Wait | None = None,
+        timeout: float | None = None,
     ) -> DistributedTraining:
-        """Store a training and return its handle at once; `wait=` also waits, up to `timeout`.
+        """Store a training and return its handle.
 
-        Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
-        sent. If the wait fails, the training still exists: `client.get(name)` finds it.
+        It returns as soon as the training is stored, unless `wait` is set. Options that are None
+        come from `[defaults]` of atoll.toml, else from the control plane. Durations take seconds,
+        "30s", "5m" or "2h". Raises ValidationError before anything is sent; if the wait fails, the
+        training still exists: `get(name)` finds it.
+
+        Args:
+            name: a DNS label, unique in the namespace.
+            command: the program of a rank and its arguments.
+            source: instead of `command`: the path of a script, or a function.
+            args: further arguments, as text.
+            image: container image of the ranks.
+            env: environment variables of the ranks.
+            working_dir: directory in which the ranks start.
+            code: False sends no code to ranks that run elsewhere: the image has it.
+            cpu: CPUs of each rank, such as 2 or "500m".
+            memory: memory of each rank, such as "4Gi".
+            gpu_count: GPUs of each rank.
+            gpu_models: GPU models that a rank may use, such as ["H100"].
+            min_gpu_memory_gb: memory that each GPU must have.
+            world_size: `WorldSize(min, target, max)`, or a number for all three; 1.
+            provider_filter: providers that ranks may or must not use.
+            topology_spread: "pack", "provider-aware", "region-aware" or "none".
+            nccl_env: NCCL variables of the ranks.
+            bench: "on-start" measures the link between two hosts; "off".
+            bench_placement: "strict" measures hosts of ranks only; "preferred" others too.
+            bench_require_gbps: lowest bandwidth with which the training may start.
+            rendezvous_backend: "c10d", "static", "etcd-v2", or "none": ranks do not meet.
+            rendezvous_uri: object store that the ranks share.
+            run_id: DiLoCo run in that store to begin or to resume.
+            pip_packages: packages to install for the ranks.
+            max_restarts: number of times a failed rank is restarted; 0.
+            start_grace_s: how long to wait for all ranks before `min` of them start.
+            stop_grace_s: time between asking a rank to stop and killing it.
+            deadline_s: how long the training may run.
+            ttl_seconds: how long to keep the record after the end.
+            stall_s: report a rank as stalled after so long without output, metrics or CPU use.
+            stall_restart: restart stalled ranks, within `max_restarts`.
+            executor: where ranks run, by a name that `executors()` lists.
+            mesh: start the ranks only when their hosts reach each other.
+            wait: also wait for "min" or "target" ranks.
+            timeout: how long `wait` waits in seconds; 600.
         """
-        (spec, pack), (wait, timeout) = stated_training(name, options), wait_of(options)
-        stored = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex, pack))
+        options = _collect_options(locals())
+        (spec, pack), (wait, limit_s) = resolve_training(name, options), wait_of(options)
+        stored = self.run(flows.deploy(spec, self._local_fields(spec), uuid.uuid4().hex, pack))
         training = DistributedTraining(self, stored)
-        try:
+        with _noting(name):
             if wait == "min":
-                training.wait_until_min_world(timeout)
+                training.wait_until_min_world(limit_s)
             if wait == "target":
-                training.wait_until_target_world(timeout)
-        except BelowMinimumWorld as error:
-            error.add_note(_note(name))
-            raise
+                training.wait_until_target_world(limit_s)
         return training
 
     async def deploy_distributed_async(
-        self, name: str, **options: Unpack[DeployOptions]
+        self,
+        name: str,
+        *,
+        command: Sequence[str] | None = None,
+        source: str | Path | Callable[..., Any] | None = None,
+        args: Sequence[str] | None = None,
+        image: str | None = None,
+        env: Mapping[str, str] | None = None,
+        working_dir: str | Path | None = None,
+        code: bool | None = None,
+        cpu: str | int | float | None = None,
+        memory: str | None = None,
+        gpu_count: int | None = None,
+        gpu_models: Sequence[str] | None = None,
+        min_gpu_memory_gb: int | None = None,
+        world_size: WorldSize | int | None = None,
+        provider_filter: ProviderFilter | None = None,
+        topology_spread: str | None = None,
+        nccl_env: Mapping[str, str] | None = None,
+        bench: str | None = None,
+        bench_placement: str | None = None,
+        bench_require_gbps: float | None = None,
+        rendezvous_backend: str | None = None,
+        rendezvous_uri: str | None = None,
+        run_id: str | None = None,
+        pip_packages: Sequence[str] | None = None,
+        max_restarts: int | None = None,
+        start_grace_s: float | str | None = None,
+        stop_grace_s: float | str | None = None,
+        deadline_s: float | str | None = None,
+        ttl_seconds: int | str | None = None,
+        stall_s: float | str | None = None,
+        stall_restart: bool | None = None,
+        executor: str | None = None,
+        mesh: bool | None = None,
+        wait: Wait | None = None,
+        timeout: float | None = None,
     ) -> DistributedTraining:
-        (spec, pack), (wait, timeout) = stated_training(name, options), wait_of(options)
-        stored = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex, pack))
+        """As `deploy_distributed`, in a coroutine."""
+        options = _collect_options(locals())
+        (spec, pack), (wait, limit_s) = resolve_training(name, options), wait_of(options)
+        stored = await self.arun(
+            flows.deploy(spec, self._local_fields(spec), uuid.uuid4().hex, pack)
+        )
         training = DistributedTraining(self, stored)
-        try:
+        with _noting(name):
             if wait == "min":
-                await training.wait_until_min_world_async(timeout)
+                await training.wait_until_min_world_async(limit_s)
             if wait == "target":
-                await training.wait_until_target_world_async(timeout)
-        except BelowMinimumWorld as error:
-            error.add_note(_note(name))
-            raise
+                await training.wait_until_target_world_async(limit_s)
         return training
 
     def map(
@@ -115,7 +227,7 @@ class Client:
         try:
             return self.run(sweeping.run())
         except KeyboardInterrupt:
-            sweeping.tell_interrupted()
+            sweeping.print_interrupted()
             raise
 
     async def map_async(
@@ -147,9 +259,15 @@ class Client:
             options = {**options, "env": {**(options.get("env") or {}), RESULTS_VARIABLE: PICKLE}}
         jobs = jobs_of(function, settings, name)
         for job in jobs[:1]:  # what is wrong with the options or the function is told before
-            stated_training(job.name, {**options, "source": partial(function, **job.arguments)})
+            resolve_training(job.name, {**options, "source": partial(function, **job.arguments)})
         return SweepRun(
-            self, self._shared, function, jobs, concurrency, options, allow_pickle=allow_pickle
+            self,
+            self._local_fields,
+            function,
+            jobs,
+            concurrency,
+            options,
+            allow_pickle=allow_pickle,
         )
 
     def get(self, name: str) -> DistributedTraining:
@@ -172,7 +290,7 @@ class Client:
 
     def _handles(self, records: Iterable[Training]) -> Trainings:
         handles = (DistributedTraining(self, training) for training in records)
-        return ShownList(handles, trainings_html)
+        return HtmlList(handles, trainings_html)
 
     def executors(self) -> Executors:
         """Executors that trainings can run on, and whether each is reachable now."""
@@ -220,13 +338,27 @@ class Client:
     ) -> None:
         await self.close_async()
 
-    def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
+    def _local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields that a local rank shares with its caller: the directory and the search paths."""
-        return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
+        return self.endpoint.local_fields(spec) if spec.executor in (None, "local") else {}
 
 
-def _note(name: str) -> str:
-    return f"the training still exists: client.get({name!r}) finds it, and its delete() removes it"
+def _collect_options(arguments: Mapping[str, Any]) -> DeployOptions:
+    """The options among the arguments of a method."""
+    options = {name: arguments[name] for name in DeployOptions.__annotations__}
+    return cast(DeployOptions, options)
+
+
+@contextlib.contextmanager
+def _noting(name: str) -> Iterator[None]:
+    """Adds to a failed wait that the training is stored."""
+    try:
+        yield
+    except BelowMinimumWorld as error:
+        error.add_note(
+            f"the training still exists: client.get({name!r}) finds it, and its delete() removes it"
+        )
+        raise
 
 
 def drive(flow: Flow[T], wire: Wire) -> T:

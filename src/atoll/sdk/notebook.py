@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.describe import describe_end, describe_status
 from atoll.core.errors import AtollError, NotFound, Temporary
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.html import text, training_html
 from atoll.core.metrics import LatestMetric
 from atoll.core.status import Training
@@ -98,7 +98,7 @@ def _in_notebook(display: Any) -> Show:
         note = f"<p><i>{text(remark)}</i></p>" if remark else ""
         bundle = {
             "text/html": note + training_html(training, newest_metrics),
-            "text/plain": " ".join(filter(None, (words_of(training), remark))),
+            "text/plain": " ".join(filter(None, (describe_training(training), remark))),
         }
         with lock:
             if handle:
@@ -113,17 +113,19 @@ def _as_text() -> Show:
     last = [""]
 
     def draw(training: Training, newest_metrics: Sequence[LatestMetric], remark: str) -> None:
-        words = " ".join(filter(None, (words_of(training), visible(remark))))
-        if words != last[0]:
-            last[0] = words
-            sys.stdout.write(f"{words}\n")
+        line = " ".join(filter(None, (describe_training(training), escape_control(remark))))
+        if line != last[0]:
+            last[0] = line
+            sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
 
     return draw
 
 
-def words_of(training: Training) -> str:
+def describe_training(training: Training) -> str:
     status = training.status
     if status.phase.is_terminal:
-        return visible(describe_end(training))
-    return visible(f"{training.name} {status.phase.value or 'new'}: {describe_status(status)}")
+        return escape_control(describe_end(training))
+    return escape_control(
+        f"{training.name} {status.phase.value or 'new'}: {describe_status(status)}"
+    )

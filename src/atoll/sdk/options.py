@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL
+from atoll.core.quantities import parse_duration
 from atoll.core.spec import (
     BenchSpec,
     ProviderFilter,
@@ -30,45 +31,47 @@ Wait = Literal["min", "target"]
 
 
 class DeployOptions(TypedDict, total=False):
-    """The options of `deploy_distributed`. Either `command` or `source` is required."""
+    """The options of `Client.deploy_distributed`, which describes them."""
 
-    command: Sequence[str]
-    source: str | Path | Callable[..., Any]
-    args: Sequence[str]
-    image: str
-    env: Mapping[str, str]
-    working_dir: str | Path
-    code: bool
-    cpu: str | int | float
-    memory: str
-    gpu_count: int
-    gpu_models: Sequence[str]
-    min_gpu_memory_gb: int
-    world_size: WorldSize | int
-    provider_filter: ProviderFilter
-    topology_spread: str
-    nccl_env: Mapping[str, str]
-    bench: str
-    bench_placement: str
-    bench_require_gbps: float
-    rendezvous_backend: str
-    rendezvous_uri: str
-    run_id: str
-    pip_packages: Sequence[str]
-    max_restarts: int
-    start_grace_s: float
-    stop_grace_s: float
-    deadline_s: float
-    ttl_seconds: int
-    stall_s: float
-    stall_restart: bool
-    executor: str
-    mesh: bool
-    timeout: float
-    wait: Wait
+    command: Sequence[str] | None
+    source: str | Path | Callable[..., Any] | None
+    args: Sequence[str] | None
+    image: str | None
+    env: Mapping[str, str] | None
+    working_dir: str | Path | None
+    code: bool | None
+    cpu: str | int | float | None
+    memory: str | None
+    gpu_count: int | None
+    gpu_models: Sequence[str] | None
+    min_gpu_memory_gb: int | None
+    world_size: WorldSize | int | None
+    provider_filter: ProviderFilter | None
+    topology_spread: str | None
+    nccl_env: Mapping[str, str] | None
+    bench: str | None
+    bench_placement: str | None
+    bench_require_gbps: float | None
+    rendezvous_backend: str | None
+    rendezvous_uri: str | None
+    run_id: str | None
+    pip_packages: Sequence[str] | None
+    max_restarts: int | None
+    start_grace_s: float | str | None
+    stop_grace_s: float | str | None
+    deadline_s: float | str | None
+    ttl_seconds: int | str | None
+    stall_s: float | str | None
+    stall_restart: bool | None
+    executor: str | None
+    mesh: bool | None
+    wait: Wait | None
+    timeout: float | None
 
 
-WAIT_TIMEOUT_S = 600.0
+# Options that take `30s`, `5m` or `2h` beside seconds.
+DURATIONS = ("start_grace_s", "stop_grace_s", "deadline_s", "ttl_seconds", "stall_s")
+WAIT_TIMEOUT_S = 600.0  # pulling a large image takes minutes
 
 
 def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
@@ -98,6 +101,9 @@ def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
     def take(*names: str) -> dict[str, Any]:
         return {name: remaining.pop(name) for name in names if name in remaining}
 
+    for option in DURATIONS:
+        if isinstance(remaining.get(option), str):
+            remaining[option] = _seconds(option, remaining[option])
     if type(remaining.get("cpu")) in (int, float):
         remaining["cpu"] = f"{remaining['cpu']:g}"
     sections: dict[str, Any] = {
@@ -116,6 +122,11 @@ def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
         **changed,
         **_as_json(_spec_fields(remaining)),
     )
+
+
+def _seconds(option: str, text: str) -> float:
+    seconds = parse_duration(option, text)
+    return int(seconds) if seconds.is_integer() else seconds  # `ttl_seconds` refuses fractions
 
 
 def _check_code(value: object) -> None:
@@ -141,8 +152,8 @@ def pack_of(spec: TrainingSpec, options: Mapping[str, Any]) -> Pack | None:
             return None  # of one's own control plane, whose ranks run here by default
         import logging
 
-        words = "no code is sent: %s; working_dir names another directory, code=False none"
-        logging.getLogger(__name__).warning(words, why)
+        message = "no code is sent: %s; working_dir names another directory, code=False none"
+        logging.getLogger(__name__).warning(message, why)
         return None
     if spec.source is None:
         folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)

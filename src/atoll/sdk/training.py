@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -33,28 +34,32 @@ from atoll.core.status import (
 from atoll.sdk import flows, logs
 from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
-from atoll.sdk.flows import Who
-from atoll.sdk.logs import Position
+from atoll.sdk.flows import TrainingRef
+from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
 
-DELETE_S = 60.0
+DELETE_S = 60.0  # ranks have 10 s to stop by default; a loaded machine takes longer
+# Properties that are read one after the other share a snapshot: they agree and cost one request.
+SNAPSHOT_S = 0.1
 
 
 class DistributedTraining:
     """A training on the control plane: its state, and the operations on it.
 
-    Properties read from the server until the training is over; `last` is what was read last.
-    As a context manager it deletes the training on leaving.
+    Properties come from one snapshot of the training, at most 0.1 s old: several in a row cost one
+    request and agree with each other. `refresh()` reads a new one, and so does every method that
+    asks the server; `last` is the newest, without a request. A training that is over is not read
+    again. As a context manager the handle deletes the training on leaving.
     """
 
     def __init__(self, client: Client, training: Training) -> None:
         self._client = client
-        self._who = Who(training.name, training.uid)
+        self._ref = TrainingRef(training.name, training.uid)
         self._is_deleted = False
-        self.last = training
+        self._keep(training)
 
     def __repr__(self) -> str:
         world = self.last.world
@@ -83,11 +88,11 @@ class DistributedTraining:
 
     @property
     def name(self) -> str:
-        return self._who.name
+        return self._ref.name
 
     @property
     def uid(self) -> str:
-        return self._who.uid
+        return self._ref.uid
 
     @property
     def spec(self) -> TrainingSpec:
@@ -107,12 +112,12 @@ class DistributedTraining:
 
     @property
     def ranks(self) -> list[RankStatus]:
-        return html.ShownList(self._now().status.ranks, html.ranks_html)
+        return html.HtmlList(self._now().status.ranks, html.ranks_html)
 
     @property
     def rank_exits(self) -> list[RankExit]:
         """One for each rank that ever ran, once the training is over; `[]` before."""
-        return html.ShownList(self._now().status.rank_exits, html.exits_html)
+        return html.HtmlList(self._now().status.rank_exits, html.exits_html)
 
     @property
     def root_cause(self) -> RankExit | None:
@@ -140,18 +145,18 @@ class DistributedTraining:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with how it trains, in sentences: the same batches in two replicas, a rank
-        that is absent from rounds, and others. Read after the end too: ranks report last then."""
+        """What is wrong with how it trains: the same batches in two replicas, a rank that is absent
+        from rounds, and so on. Read after the end too: ranks report last then."""
         with contextlib.suppress(NotFound):
             self.refresh()
         return list(self.last.status.warnings)
 
     def refresh(self) -> Training:
-        """Reads the training from the server and returns all of it."""
-        return self._keep(self._run(flows.read(self._who)))
+        """Read the training from the server, for all properties, and return it."""
+        return self._keep(self._run(flows.read(self._ref)))
 
     async def refresh_async(self) -> Training:
-        return self._keep(await self._arun(flows.read(self._who)))
+        return self._keep(await self._arun(flows.read(self._ref)))
 
     def scale(self, target: int) -> WorldStatus:
         """Ask for `target` ranks and return at once; `wait_until_target_world` blocks.
@@ -166,17 +171,17 @@ class DistributedTraining:
 
     def wait_until_min_world(self, timeout: float | None = 600) -> WorldStatus:
         """Returns when `ready >= min`. Raises BelowMinimumWorld at once if the training failed."""
-        return self._run(self._watched(flows.wait_until_min_world, timeout))
+        return self._run(self._wait(flows.wait_until_min_world, timeout))
 
     async def wait_until_min_world_async(self, timeout: float | None = 600) -> WorldStatus:
-        return await self._arun(self._watched(flows.wait_until_min_world, timeout))
+        return await self._arun(self._wait(flows.wait_until_min_world, timeout))
 
     def wait_until_target_world(self, timeout: float | None = 600) -> WorldStatus:
         """Returns when the controller has seen the newest target and its ranks are ready."""
-        return self._run(self._watched(flows.wait_until_target_world, timeout))
+        return self._run(self._wait(flows.wait_until_target_world, timeout))
 
     async def wait_until_target_world_async(self, timeout: float | None = 600) -> WorldStatus:
-        return await self._arun(self._watched(flows.wait_until_target_world, timeout))
+        return await self._arun(self._wait(flows.wait_until_target_world, timeout))
 
     def wait_until_complete(self, timeout: float | None = 1800) -> WorldStatus:
         """Wait for the training to succeed and return its final world.
@@ -184,10 +189,10 @@ class DistributedTraining:
         Raises BelowMinimumWorld if it fails or `timeout` passes, and UDTerminalState if it was
         over before the call. `result` has the same answer before, during and after the end.
         """
-        return self._run(self._watched(flows.wait_until_complete, timeout))
+        return self._run(self._wait(flows.wait_until_complete, timeout))
 
     async def wait_until_complete_async(self, timeout: float | None = 1800) -> WorldStatus:
-        return await self._arun(self._watched(flows.wait_until_complete, timeout))
+        return await self._arun(self._wait(flows.wait_until_complete, timeout))
 
     def result(self, timeout: float | None = None, *, allow_pickle: bool = False) -> Any:
         """Wait for the end and return what the function returned on rank 0, or what its program
@@ -276,11 +281,11 @@ class DistributedTraining:
 
     def cancel(self) -> None:
         """Asks to stop the ranks and keeps the record. Does nothing if the training is over."""
-        training = self._run(flows.cancel(self._who))
+        training = self._run(flows.cancel(self._ref))
         self._keep(training or self.last)
 
     async def cancel_async(self) -> None:
-        training = await self._arun(flows.cancel(self._who))
+        training = await self._arun(flows.cancel(self._ref))
         self._keep(training or self.last)
 
     def delete(self, timeout: float = DELETE_S) -> None:
@@ -288,12 +293,12 @@ class DistributedTraining:
         is not after `timeout`: it goes on being removed. With `timeout=0` it only asks."""
         check_timeout(timeout)
         self._is_deleted = True
-        self._run(flows.delete(self._who, timeout, on_read=self._keep))
+        self._run(flows.delete(self._ref, timeout, on_read=self._keep))
 
     async def delete_async(self, timeout: float = DELETE_S) -> None:
         check_timeout(timeout)
         self._is_deleted = True
-        await self._arun(flows.delete(self._who, timeout, on_read=self._keep))
+        await self._arun(flows.delete(self._ref, timeout, on_read=self._keep))
 
     @overload
     def logs(
@@ -334,7 +339,7 @@ class DistributedTraining:
         """
         position = self._position(rank, tail, follow, since, search, ignore_case)
         lines = logs.lines(self._client.wire, position)
-        return lines if follow else html.ShownList(lines, html.lines_html)
+        return lines if follow else html.HtmlList(lines, html.lines_html)
 
     @overload
     async def logs_async(
@@ -372,21 +377,21 @@ class DistributedTraining:
         lines = logs.alines(self._client.wire, position)
         if follow:
             return lines
-        return html.ShownList([line async for line in lines], html.lines_html)
+        return html.HtmlList([line async for line in lines], html.lines_html)
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.lines(self._client.wire, LogPosition(self._ref, ranks, None, True))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.alines(self._client.wire, LogPosition(self._ref, ranks, None, True))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
-        return self._run(flows.events(self._who, _seconds(since)))
+        return self._run(flows.events(self._ref, _seconds(since)))
 
     async def events_async(self, since: float | datetime | None = None) -> list[Event]:
-        return await self._arun(flows.events(self._who, _seconds(since)))
+        return await self._arun(flows.events(self._ref, _seconds(since)))
 
     def attempts(self, rank: int | None = None) -> list[AttemptStatus]:
         """Each start of each rank's process, and how it ended, in order of rank: the newest attempt
@@ -399,10 +404,10 @@ class DistributedTraining:
     def stats(self) -> TrainingStats:
         """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
         GPU-seconds used so far, which stand still once the ranks have stopped."""
-        return self._run(flows.stats(self._who))
+        return self._run(flows.stats(self._ref))
 
     async def stats_async(self) -> TrainingStats:
-        return await self._arun(flows.stats(self._who))
+        return await self._arun(flows.stats(self._ref))
 
     def __enter__(self) -> DistributedTraining:
         return self
@@ -413,7 +418,7 @@ class DistributedTraining:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _unmasked(error):
+        with _keep_error(error):
             self.delete()
 
     async def __aenter__(self) -> DistributedTraining:
@@ -425,7 +430,7 @@ class DistributedTraining:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _unmasked(error):
+        with _keep_error(error):
             await self.delete_async()
 
     def _run(self, flow: Flow[T]) -> T:
@@ -435,8 +440,8 @@ class DistributedTraining:
         return await self._client.arun(flow)
 
     def _now(self) -> Training:
-        """The newest state; the last one read if the training is over or this handle deleted it."""
-        if self.last.status.phase.is_terminal:
+        """The snapshot of all properties; a new one if it is old and the training is not over."""
+        if self.last.status.phase.is_terminal or time.monotonic() - self._read_at < SNAPSHOT_S:
             return self.last
         try:
             return self.refresh()
@@ -446,27 +451,27 @@ class DistributedTraining:
             raise
 
     def _keep(self, training: Training) -> Training:
-        self.last = training
+        self.last, self._read_at = training, time.monotonic()
         return training
 
-    def _watched(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
+    def _wait(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
         if timeout is not None:
             check_timeout(timeout)
-        return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
+        return flow(self._ref, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
     def _result(self, timeout: float | None, allow_pickle: bool) -> Flow[Any]:
         yield from self._wait_until_end(timeout)
-        return (yield from flows.result(self._who, 0, allow_pickle=allow_pickle))
+        return (yield from flows.result(self._ref, 0, allow_pickle=allow_pickle))
 
     def _results(self, timeout: float | None, allow_pickle: bool) -> Flow[list[Any]]:
         yield from self._wait_until_end(timeout)
         results = []
         for rank in range(self.last.spec.world_size.target):
-            results.append((yield from flows.result(self._who, rank, allow_pickle=allow_pickle)))
+            results.append((yield from flows.result(self._ref, rank, allow_pickle=allow_pickle)))
         return results
 
     def _wait_until_end(self, timeout: float | None) -> Flow[WorldStatus]:
-        wait = self._watched(flows.wait_until_end, timeout)
+        wait = self._wait(flows.wait_until_end, timeout)
         if self.last.status.phase.is_terminal:
             return flows.check_success(self.last, timeout)
         return (yield from wait)
@@ -491,26 +496,26 @@ class DistributedTraining:
             "name": name,
             "worldSize": size,
             "env": variables or None,
-            "args": None if args is None else [str(word) for word in args],
+            "args": None if args is None else [str(argument) for argument in args],
         }
         return flows.rerun(self.last, changes, uuid.uuid4().hex)
 
     def _attempts(self, rank: int | None) -> Flow[list[AttemptStatus]]:
         check_as("rank", rank, RankNumber | None)
-        return flows.attempts(self._who, rank)
+        return flows.attempts(self._ref, rank)
 
     def _metrics(
         self, names: str | Sequence[str] | None, rank: int | None
     ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
         listed = [names] if isinstance(names, str) else list(names or ())
-        return flows.metrics(self._who, listed, rank)
+        return flows.metrics(self._ref, listed, rank)
 
     def _rounds(self, first: int, last: int | None, costs: bool) -> Flow[RoundList]:
         check_int("first", first, 0, 10**9)
         if last is not None:
             check_int("last", last, 0, 10**9)
-        return flows.rounds(self._who, first, last, has_costs=costs)
+        return flows.rounds(self._ref, first, last, has_costs=costs)
 
     def _position(
         self,
@@ -520,15 +525,15 @@ class DistributedTraining:
         since: float | datetime | None,
         search: str | None,
         ignore_case: bool,
-    ) -> Position:
+    ) -> LogPosition:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
             raise ValidationError("search", search, "expected a text of one line")
-        chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
+        filters: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
         if search is not None:
-            chosen |= {"search": search, "ignoreCase": ignore_case or None}
-        return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
+            filters |= {"search": search, "ignoreCase": ignore_case or None}
+        return LogPosition(self._ref, None if rank is None else [rank], tail, follow, filters)
 
 
 def _seconds(since: float | datetime | None) -> float | None:
@@ -536,7 +541,7 @@ def _seconds(since: float | datetime | None) -> float | None:
 
 
 @contextlib.contextmanager
-def _unmasked(error: BaseException | None) -> Iterator[None]:
+def _keep_error(error: BaseException | None) -> Iterator[None]:
     """Raises a failed clean-up, or adds it as a note to the error that is already raised."""
     try:
         yield

@@ -17,10 +17,10 @@ from atoll.core.executors import ExecutorList
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
-from atoll.core.rounds import RoundList, ShownTraining
+from atoll.core.rounds import RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec
 from atoll.core.stats import TrainingStats
-from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
+from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
     logs,
@@ -32,7 +32,7 @@ from atoll.server.handlers import (
     trainings,
 )
 from atoll.server.handlers.watch import EVENT_ID_PATTERN
-from atoll.server.http.auth import caller, token_of
+from atoll.server.http.auth import authenticate, token_of
 from atoll.server.http.bodies import MAX_BODY_BYTES
 from atoll.server.http.operations import (
     NDJSON,
@@ -70,8 +70,8 @@ async def readyz(call: ApiCall) -> Answer:
     for failure in failing:
         if failure.name in (CONTROLLER, INFORMER):
             raise Temporary(f"no training is looked after now: {failure.error}")
-    if plane.series is not None and plane.series.trouble:
-        failing.append(TaskFailure(name="metrics", error=plane.series.trouble))
+    if plane.metrics is not None and plane.metrics.trouble:
+        failing.append(TaskFailure(name="metrics", error=plane.metrics.trouble))
     if plane.setup.read_only:
         return json_answer(Health(status="read-only", failing=failing))
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
@@ -81,7 +81,7 @@ async def prometheus(call: ApiCall) -> Answer:
     """Totals of all; with a token also the trainings of its namespace."""
     namespace = call.namespace or None
     if namespace is None and token_of(call.request):
-        namespace = await caller(call.plane, call.request)
+        namespace = await authenticate(call.plane, call.request)
     gauges, now = call.plane.gauges, time.time()
     text, media_type = await asyncio.to_thread(
         gauges.exposition, namespace, lambda uid: metrics.newest_by_name(call.plane, uid), now
@@ -93,22 +93,24 @@ def _problem(description: str) -> AnswerDoc:
     return AnswerDoc(description, Problem, MEDIA_TYPE)
 
 
-_BAD = {400: _problem("A field or option is not valid; the answer names it.")}
+_INVALID = {400: _problem("A field or option is not valid; the answer names it.")}
 _DENIED = {401: _problem("The token is missing or unknown.")}
 _MISSING = {404: _problem("This namespace has no such training.")}
-_COMMON = _BAD | _DENIED | {503: _problem("The request cannot be served now; try again later.")}
-_NAMED = _COMMON | _MISSING
-_GONE = {410: _problem("`after` is older than the oldest version in the store.")}
-_LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
+_COMMON_PROBLEMS = (
+    _INVALID | _DENIED | {503: _problem("The request cannot be served now; try again later.")}
+)
+_NAME_PROBLEMS = _COMMON_PROBLEMS | _MISSING
+_EXPIRED = {410: _problem("`after` is older than the oldest version in the store.")}
+_TOO_LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
 _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
-_WATCHED = AnswerDoc(
+_TRAINING_OR_CHANGES = AnswerDoc(
     "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
-    ShownTraining,
+    TrainingWithRounds,
 )
-_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (logs.LogPlaces, logs.LogCut))
-_RESUMED = {
+_LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
+_RESUME_HEADER = {
     "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
 }
 
@@ -122,8 +124,8 @@ NATIVE = (
             201: AnswerDoc("Stored.", Training),
             200: AnswerDoc("An earlier request with this idempotency key stored it.", Training),
             409: _problem("The name is taken, or the key was used for something else."),
-            **_COMMON,
-            **_LARGE,
+            **_COMMON_PROBLEMS,
+            **_TOO_LARGE,
         },
         body=TrainingSpec,
         max_body=MAX_BODY_BYTES,
@@ -141,32 +143,32 @@ NATIVE = (
         ALL,
         trainings.read_many,
         "List trainings by name, one page at a time; with `watch`, stream their changes.",
-        {200: AnswerDoc("One page of trainings.", TrainingList), **_COMMON, **_GONE},
+        {200: AnswerDoc("One page of trainings.", TrainingList), **_COMMON_PROBLEMS, **_EXPIRED},
         query=trainings.ListQuery,
-        headers=_RESUMED,
+        headers=_RESUME_HEADER,
     ),
     Operation(
         "GET",
         ONE,
         trainings.read,
         "Read one training; with `watch`, stream its changes after a version.",
-        {200: _WATCHED, **_NAMED, **_GONE},
+        {200: _TRAINING_OR_CHANGES, **_NAME_PROBLEMS, **_EXPIRED},
         query=trainings.OneQuery,
-        headers=_RESUMED,
+        headers=_RESUME_HEADER,
     ),
     Operation(
         "DELETE",
         ONE,
         trainings.delete,
         "Stop the ranks, then remove the record.",
-        {202: AnswerDoc("The training is being removed.", trainings.Removal), **_NAMED},
+        {202: AnswerDoc("The training is being removed.", trainings.Removal), **_NAME_PROBLEMS},
     ),
     Operation(
         "POST",
         f"{ONE}/scale",
         trainings.scale,
         "Ask for another number of ranks, within the bounds of the training.",
-        {200: _TRAINING, 409: _problem("The training is over."), **_NAMED, **_LARGE},
+        {200: _TRAINING, 409: _problem("The training is over."), **_NAME_PROBLEMS, **_TOO_LARGE},
         body=trainings.Scale,
     ),
     Operation(
@@ -174,7 +176,7 @@ NATIVE = (
         f"{ONE}/cancel",
         trainings.cancel,
         "Stop the ranks and keep the record.",
-        {200: _TRAINING, **_NAMED},
+        {200: _TRAINING, **_NAME_PROBLEMS},
     ),
     Operation(
         "POST",
@@ -186,8 +188,8 @@ NATIVE = (
             201: AnswerDoc("The new training.", Training),
             200: AnswerDoc("An earlier request with this idempotency key stored it.", Training),
             409: _problem("The name is taken, or the code of the training is gone."),
-            **_NAMED,
-            **_LARGE,
+            **_NAME_PROBLEMS,
+            **_TOO_LARGE,
         },
         body=rerun.Rerun,
         headers={
@@ -201,10 +203,10 @@ NATIVE = (
         f"{ONE}/logs",
         logs.logs,
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
-        "line holds the `places` the log lines begin at. The last line is "
+        "line holds the `offsets` the log lines begin at. The last line is "
         '`{"cut":true}` if the server shuts down before the logs end. Lines of several ranks come '
         "in the order of their times. With `at`, the lines of one rank around that place.",
-        {200: _LOG_LINES, **_NAMED},
+        {200: _LOG_LINES, **_NAME_PROBLEMS},
         query=logs.LogQuery,
     ),
     Operation(
@@ -213,7 +215,10 @@ NATIVE = (
         logs.search,
         "Lines that contain a text, with their places, as line-delimited JSON. The last line says "
         "how many there are, and where to go on if there are more than `limit`.",
-        {200: AnswerDoc("Hits.", LogHit, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAMED},
+        {
+            200: AnswerDoc("Hits.", LogMatch, NDJSON, (logs.SearchEnd, logs.LogCut)),
+            **_NAME_PROBLEMS,
+        },
         query=logs.SearchQuery,
     ),
     Operation(
@@ -222,7 +227,7 @@ NATIVE = (
         results.result,
         "Read the result of a rank: what its function returned, or what its program set last. "
         "404 if there is none.",
-        {200: AnswerDoc("The result.", results.RankResult), **_NAMED},
+        {200: AnswerDoc("The result.", results.RankResult), **_NAME_PROBLEMS},
         query=results.ResultQuery,
     ),
     Operation(
@@ -231,7 +236,7 @@ NATIVE = (
         metrics.metrics,
         "Read the metrics that ranks reported with `atoll.report`, as columns: one series for "
         "each name and rank.",
-        {200: AnswerDoc("One series for each name and rank.", MetricSeriesList), **_NAMED},
+        {200: AnswerDoc("One series for each name and rank.", MetricSeriesList), **_NAME_PROBLEMS},
         query=metrics.MetricsQuery,
     ),
     Operation(
@@ -240,7 +245,7 @@ NATIVE = (
         metrics.newest_metrics,
         "Read the newest value of these metrics for every training, as its lowest rank reported "
         "it; with `ranks`, the newest value of each rank too.",
-        {200: AnswerDoc("The newest values.", LatestMetricList), **_COMMON},
+        {200: AnswerDoc("The newest values.", LatestMetricList), **_COMMON_PROBLEMS},
         query=metrics.NewestQuery,
     ),
     Operation(
@@ -249,7 +254,7 @@ NATIVE = (
         rounds.rounds,
         "The outer rounds of a DiLoCo training: who was in each, who was missing or late, and what "
         "it cost; the newest `limit` of those asked for, in order.",
-        {200: AnswerDoc("The rounds.", RoundList), **_NAMED},
+        {200: AnswerDoc("The rounds.", RoundList), **_NAME_PROBLEMS},
         query=rounds.RoundsQuery,
     ),
     Operation(
@@ -260,10 +265,10 @@ NATIVE = (
         "a rank is accepted here, and it is valid for nothing else.",
         {
             200: AnswerDoc("Stored.", metrics.MetricsStored),
-            **_BAD,
+            **_INVALID,
             **_DENIED,
             **_MISSING,
-            **_LARGE,
+            **_TOO_LARGE,
         },
         is_open=True,
     ),
@@ -272,7 +277,7 @@ NATIVE = (
         f"{ONE}/events",
         reports.events,
         "Events of a training, newest first.",
-        {200: AnswerDoc("Events.", reports.EventList), **_NAMED},
+        {200: AnswerDoc("Events.", reports.EventList), **_NAME_PROBLEMS},
         query=reports.EventQuery,
     ),
     Operation(
@@ -281,7 +286,7 @@ NATIVE = (
         reports.attempts,
         "Attempts of the ranks: when each started, when and how it ended. Of each rank the newest "
         "and the 20 before it.",
-        {200: AnswerDoc("Attempts, in order of rank.", AttemptList), **_NAMED},
+        {200: AnswerDoc("Attempts, in order of rank.", AttemptList), **_NAME_PROBLEMS},
         query=reports.AttemptQuery,
     ),
     Operation(
@@ -290,7 +295,7 @@ NATIVE = (
         reports.stats,
         "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
         "and GPU-seconds it has used.",
-        {200: AnswerDoc("The counters.", TrainingStats), **_NAMED},
+        {200: AnswerDoc("The counters.", TrainingStats), **_NAME_PROBLEMS},
         query=reports.ReportQuery,
     ),
     Operation(
@@ -298,7 +303,7 @@ NATIVE = (
         "/v1/executors",
         reports.executors,
         "Executors that trainings can run on, and whether each is reachable now.",
-        {200: AnswerDoc("All executors.", ExecutorList), **_COMMON},
+        {200: AnswerDoc("All executors.", ExecutorList), **_COMMON_PROBLEMS},
     ),
     Operation(
         "GET", "/healthz", healthz, "Whether the server is running.", {200: _YES}, is_open=True
@@ -325,7 +330,7 @@ NATIVE = (
 STREAMED = {ALL: SSE, ONE: SSE}
 
 
-def native(*, is_metrics_open: bool) -> tuple[Operation, ...]:
+def native_operations(*, is_metrics_open: bool) -> tuple[Operation, ...]:
     """The rows, with a token needed for the totals where they are not open."""
     if is_metrics_open:
         return NATIVE

@@ -7,25 +7,27 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cache, partial
 
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Router
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atoll.controller.clock import machine_clock
 from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Now
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server import api
 from atoll.server.background import BackgroundTasks, Work
 from atoll.server.basilica import answers, deployments
 from atoll.server.gauges import Gauges
-from atoll.server.handlers.executors import Setup
+from atoll.server.handlers.admission import Setup
 from atoll.server.http import problems
-from atoll.server.http.auth import caller, check_host
-from atoll.server.http.operations import JSON, Operation, Plane, routes
-from atoll.server.http.routing import Application, Route
+from atoll.server.http.auth import authenticate, check_host
+from atoll.server.http.operations import JSON, Operation, PathEndpoint, Plane, routes
 from atoll.server.http.streams import Streams
 from atoll.server.ui import routes as ui
 from atoll.server.ui.rows import Rows
@@ -42,7 +44,7 @@ def create_app(
     informer: Informer | None = None,
     gauges: Gauges | None = None,
     clock: Callable[[], Now] | None = None,
-    series: SeriesKeeper | None = None,
+    metrics: MetricStore | None = None,
     sessions: Sessions | None = None,
     report_key: bytes = b"",
     background: BackgroundTasks | None = None,
@@ -72,14 +74,14 @@ def create_app(
         Rows(store),
         setup,
         clock,
-        series=series,
+        metrics=metrics,
         report_key=report_key,
         sessions=sessions or Sessions(),
         background=background or BackgroundTasks(),
     )
 
     @contextlib.asynccontextmanager
-    async def counted(_: Router) -> AsyncIterator[None]:
+    async def run_tasks(_: Router) -> AsyncIterator[None]:
         works: dict[str, Work] = {
             "gauges": gauges.follow,
             "rows": lambda: plane.rows.follow(informer),
@@ -92,7 +94,7 @@ def create_app(
             await running.enter_async_context(lifespan())
             yield
 
-    rows = api.native(is_metrics_open=is_metrics_open)
+    rows = api.native_operations(is_metrics_open=is_metrics_open)
 
     document = cache(partial(_document, rows))  # nobody needs a token to ask for it
 
@@ -100,14 +102,42 @@ def create_app(
         return Response(document(), media_type=JSON)
 
     table = [
-        *routes(rows, plane, caller, problems.on_error),
+        *routes(rows, plane, authenticate, problems.on_error),
         *deployments.routes_of(plane),
         *ui.routes_of(plane),
-        Route("GET", "/openapi.json", openapi, problems.on_error),
+        Route("/openapi.json", PathEndpoint({"GET": openapi}, problems.on_error)),
     ]
     return Router(
-        lifespan=counted, default=Application(table, _on_stray, partial(check_host, plane))
+        table,
+        redirect_slashes=False,
+        default=_not_found,
+        lifespan=run_tasks,
+        middleware=[Middleware(Gate, plane=plane)],
     )
+
+
+class Gate:
+    """Runs before routing: ignores doubled and trailing slashes, and refuses foreign host names."""
+
+    def __init__(self, app: ASGIApp, plane: Plane) -> None:
+        self._app = app
+        self._plane = plane
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            # basilica clients append their paths to a base URL that may end in a slash.
+            scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
+            request = Request(scope)
+            try:
+                check_host(self._plane, request)
+            except HTTPException as error:
+                app = _on_stray(request, error)
+        await app(scope, receive, send)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    await _on_stray(Request(scope), HTTPException(404))(scope, receive, send)
 
 
 def _document(rows: Sequence[Operation]) -> bytes:

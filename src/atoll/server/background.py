@@ -17,7 +17,7 @@ from atoll.core.errors import AtollError
 from atoll.core.model import Model
 from atoll.core.retry import grown_s
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # short: people wait for what it shows
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0  # short: people wait for what it shows
 STEADY_S = 10.0  # after which a task that was started again counts as working
 ERROR_LENGTH = 300  # characters
 
@@ -72,7 +72,7 @@ class BackgroundTasks:
                 except Exception as error:  # whatever it is: the task must not stay dead
                     if time.monotonic() - began > self._steady_s:
                         deaths = 0
-                    pause_s = grown_s(self._first_pause_s, LONGEST_PAUSE_S, deaths)
+                    pause_s = grown_s(self._first_pause_s, MAX_PAUSE_S, deaths)
                     self._note(name, error, pause_s)
                 finally:
                     steady.cancel()

@@ -49,7 +49,7 @@ MAX_FILE = 4096  # bytes
 log = logging.getLogger(__name__)
 
 
-class Sent(NamedTuple):
+class DeliveryAnswer(NamedTuple):
     """How one message was answered. `status` is None where there was no answer."""
 
     status: int | None
@@ -122,40 +122,40 @@ class Deliverer:
         delivery = self._outbox.get(id)
         if delivery is None:
             return 0.0
-        sent = await self.send(webhook, delivery)
-        if sent.is_accepted:
+        answer = await self.send(webhook, delivery)
+        if answer.is_accepted:
             self._outbox.remove(id)
             return 0.0
         if delivery.attempts + 1 >= MAX_ATTEMPTS:
-            log.warning("webhook %s: message %s is given up: %s", webhook.host, id, sent.problem)
+            log.warning("webhook %s: message %s is given up: %s", webhook.host, id, answer.problem)
             self._outbox.remove(id)
             return 0.0
         pause_s = grown_s(self._first_retry_s, MAX_RETRY_S, delivery.attempts)
         log.warning(
             "webhook %s: message %s is tried again in %.0f s: %s",
-            *(webhook.host, id, pause_s, sent.problem),
+            *(webhook.host, id, pause_s, answer.problem),
         )
         self._outbox.count_attempt(id)
         return pause_s * random.uniform(0.8, 1.2)
 
-    async def send(self, webhook: Webhook, delivery: Delivery) -> Sent:
+    async def send(self, webhook: Webhook, delivery: Delivery) -> DeliveryAnswer:
         """Never raises."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._send(webhook, delivery)
         except TimeoutError:
-            return Sent(None, f"no answer within {TIMEOUT_S:g} s")
+            return DeliveryAnswer(None, f"no answer within {TIMEOUT_S:g} s")
         except (OSError, httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            return Sent(None, " ".join(str(error).split())[:200] or type(error).__name__)
+            return DeliveryAnswer(None, " ".join(str(error).split())[:200] or type(error).__name__)
 
-    async def _send(self, webhook: Webhook, delivery: Delivery) -> Sent:
+    async def _send(self, webhook: Webhook, delivery: Delivery) -> DeliveryAnswer:
         headers, url = signed_headers(webhook, delivery, self._clock()), webhook.url
         extensions: dict[str, Any] = {}
         if not webhook.is_private:
             address = await public_address(url)
             if address is None:
-                return Sent(None, NOT_PUBLIC)
-            url, headers["host"], extensions = pinned(url, address)
+                return DeliveryAnswer(None, NOT_PUBLIC)
+            url, headers["host"], extensions = pin_address(url, address)
         options: dict[str, Any] = {"trust_env": webhook.is_private, "follow_redirects": False}
         async with httpx2.AsyncClient(timeout=TIMEOUT_S, **options) as client:
             request = client.build_request(
@@ -163,7 +163,7 @@ class Deliverer:
             )
             answer = await client.send(request, stream=True)
             await answer.aclose()  # its body is nobody's business
-        return Sent(answer.status_code)
+        return DeliveryAnswer(answer.status_code)
 
 
 async def _wait(news: asyncio.Event, pause_s: float) -> None:
@@ -218,14 +218,14 @@ async def public_address(url: str) -> str | None:
 
 
 def is_public(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
     if mapped is not None:
-        found = mapped
-    return found.is_global and not found.is_multicast and found not in TRANSLATED
+        parsed = mapped
+    return parsed.is_global and not parsed.is_multicast and parsed not in TRANSLATED
 
 
-def pinned(url: str, address: str) -> tuple[str, str, dict[str, Any]]:
+def pin_address(url: str, address: str) -> tuple[str, str, dict[str, Any]]:
     """The URL with that address for its host, what to send as `Host`, and the name that a
     certificate must be for."""
     parts = urlsplit(url)

@@ -18,9 +18,9 @@ LABELS = ["namespace", "training"]
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
-MOST_TRAININGS = 200  # with gauges of their own: the newest that are not over
+MAX_TRAININGS = 200  # with gauges of their own: the newest that are not over
 # Gauges of one training: name, help, and the value at a time.
-OF_TRAINING: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
+TRAINING_GAUGES: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
     (
         "ready",
         "Whether the training is ready: 1 or 0.",
@@ -54,14 +54,14 @@ OF_TRAINING: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
         lambda training, now: max(0.0, now - training.created_at),
     ),
 )
-REPORTED = (
+METRIC_GAUGES = (
     ("loss", "The loss reported last, by the lowest rank that reports one."),
     ("tokens", "The tokens reported last, by the lowest rank that reports some."),
     ("round", "The newest outer round that is decided."),
 )
 
 # The figures of REPORTED of a training that are known, by its uid.
-Reported = Callable[[str], Mapping[str, float]]
+NewestMetrics = Callable[[str], Mapping[str, float]]
 
 
 class Gauges:
@@ -74,7 +74,7 @@ class Gauges:
         self._buckets = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
 
-    def reconciled(self, seconds: float) -> None:
+    def record_pass(self, seconds: float) -> None:
         """Records how long one pass of the controller over one training took."""
         self._buckets[bisect.bisect_left(BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
@@ -92,7 +92,10 @@ class Gauges:
                 self._restarts[update.uid] = now
 
     def exposition(
-        self, namespace: str | None = None, reported: Reported = lambda uid: {}, now: float = 0.0
+        self,
+        namespace: str | None = None,
+        newest_metrics: NewestMetrics = lambda uid: {},
+        now: float = 0.0,
     ) -> tuple[bytes, str]:
         """The text and its content type: totals of all, and of a namespace each training."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -101,12 +104,16 @@ class Gauges:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(lambda: self.families()))
         if namespace is not None:
-            registry.register(_Collector(lambda: self.own(namespace, reported, now)))
+            registry.register(
+                _Collector(lambda: self.training_families(namespace, newest_metrics, now))
+            )
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
-    def own(self, namespace: str, reported: Reported, now: float) -> Iterator[Any]:
+    def training_families(
+        self, namespace: str, newest_metrics: NewestMetrics, now: float
+    ) -> Iterator[Any]:
         """Gauges of each training of the namespace that is not over, but of no more than
-        `MOST_TRAININGS`."""
+        `MAX_TRAININGS`."""
         from prometheus_client.core import GaugeMetricFamily
 
         active = [
@@ -115,23 +122,23 @@ class Gauges:
             if training.namespace == namespace and not training.status.phase.is_terminal
         ]
         active.sort(key=lambda training: training.created_at, reverse=True)
-        shown = active[:MOST_TRAININGS]
+        newest = active[:MAX_TRAININGS]
         yield GaugeMetricFamily(
             "atoll_trainings_without_gauges",
-            f"Trainings that are not over, beyond the {MOST_TRAININGS} newest.",
-            len(active) - len(shown),
+            f"Trainings that are not over, beyond the {MAX_TRAININGS} newest.",
+            len(active) - len(newest),
         )
-        for name, text, value_of in OF_TRAINING:
+        for name, text, value_of in TRAINING_GAUGES:
             family = GaugeMetricFamily(f"atoll_training_{name}", text, labels=LABELS)
-            for training in shown:
+            for training in newest:
                 family.add_metric(training.key, value_of(training, now))
             yield family
-        figures = [(training.key, reported(training.uid)) for training in shown]
-        for name, text in REPORTED:
+        metrics = [(training.key, newest_metrics(training.uid)) for training in newest]
+        for name, text in METRIC_GAUGES:
             family = GaugeMetricFamily(f"atoll_training_{name}", text, labels=LABELS)
-            for key, known in figures:
-                if name in known:  # what is not known is absent
-                    family.add_metric(key, known[name])
+            for key, newest_values in metrics:
+                if name in newest_values:  # what is not known is absent
+                    family.add_metric(key, newest_values[name])
             yield family
 
     def families(self) -> Iterator[Any]:

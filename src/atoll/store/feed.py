@@ -55,7 +55,7 @@ class ChangeLog(Protocol):
     def logged(self, after: int, key: Key | None) -> Iterable[Change]:
         """The changes after that version, in order."""
 
-    def check_kept(self, after: int) -> None:
+    def check_retained(self, after: int) -> None:
         """Raises Gone unless every change after that version is kept."""
 
 
@@ -83,7 +83,7 @@ class Feed:
 
     async def follow(self, log: ChangeLog, after: int, key: Key | None) -> AsyncIterator[Change]:
         """Implements `watch` of a store: the log from that version on, then new changes."""
-        log.check_kept(after)
+        log.check_retained(after)
         with self.subscribe(key) as live:
             cursor = after
             while True:
@@ -97,7 +97,7 @@ class Feed:
                             yield change
                 if live.is_closed:
                     return
-                log.check_kept(cursor)  # fell so far behind that the log must be read again
+                log.check_retained(cursor)  # fell so far behind that the log must be read again
 
     def publish(self, change: Change) -> None:
         for key in followed_as(change.training.key):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: blocks are allotted, and the file is as long as before
 RESERVE_BYTES = 512 * 2**10  # beyond the end of each file: some hundred cancels and deletions
-LEAST_BYTES = 64 * 2**10  # a disk with less left counts as full: one write may need so much
+MIN_BYTES = 64 * 2**10  # a disk with less left counts as full: one write may need so much
 
 
-def has_room(where: Path, needed: int = LEAST_BYTES) -> bool:
+def has_room(where: Path, needed: int = MIN_BYTES) -> bool:
     """Whether the file system has so many bytes left. A quota does not show in this."""
     try:
         room = os.statvfs(where)

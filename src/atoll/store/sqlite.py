@@ -19,10 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.core.attempts import KEPT
-from atoll.core.decoders import json_decoder
+from atoll.core.attempts import MAX_ATTEMPTS
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
-from atoll.core.model import encode
+from atoll.core.model import encode, json_decoder
 from atoll.core.ports import (
     PAGE_BYTES,
     Change,
@@ -39,7 +38,7 @@ from atoll.store.room import FileReserve, has_room
 from atoll.store.schema import prepare
 
 LOG_BYTES = 32 * 2**20
-EVENTS_KEPT = 1000
+MAX_EVENTS = 1000
 AFTER_NAMES = "\x7f"  # sorts after every character of a name
 
 Changes = list[Change]
@@ -446,7 +445,7 @@ class SQLiteStore:
             if len(rows) < 100:
                 return
 
-    def check_kept(self, after: int) -> None:
+    def check_retained(self, after: int) -> None:
         with explained(self._path):
             oldest, newest = self._db.execute(
                 "select min(version), (select seq from sqlite_sequence where name = 'changes') "
@@ -485,7 +484,7 @@ class SQLiteStore:
         self._db.execute(
             "delete from events where uid = ?1 and id <= (select id from events where uid = ?1 "
             "order by id desc limit 1 offset ?2)",
-            (uid, EVENTS_KEPT),
+            (uid, MAX_EVENTS),
         )
 
     def _add_attempts(self, uid: str, attempts: Sequence[AttemptStatus]) -> None:
@@ -496,7 +495,7 @@ class SQLiteStore:
         self._db.executemany(
             "delete from attempts where uid = ?1 and rank = ?2 and attempt <= (select attempt "
             "from attempts where uid = ?1 and rank = ?2 order by attempt desc limit 1 offset ?3)",
-            [(uid, rank, KEPT) for rank in {a.rank for a in attempts}],
+            [(uid, rank, MAX_ATTEMPTS) for rank in {a.rank for a in attempts}],
         )
 
 

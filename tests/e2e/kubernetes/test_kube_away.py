@@ -105,7 +105,7 @@ def test_a_namespace_is_emptied_while_no_operator_is_there(
 def test_pods_of_a_release_that_held_them_are_let_go(
     space: Space, start_operator: Callable[..., Operator]
 ) -> None:
-    held = start_operator("one", "--options", json.dumps({"isExitHeld": True}))
+    held = start_operator("one", "--options", json.dumps({"hasExitFinalizer": True}))
     space.submit("tiny", command=sh(FOREVER), maxRestarts=2)
     space.until_ready("tiny", 2)
     assert all("atoll.dev/exit" in p["metadata"]["finalizers"] for p in space.pods())

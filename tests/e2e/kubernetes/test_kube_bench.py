@@ -22,7 +22,7 @@ ONE = {"min": 1, "target": 1, "max": 2}
 
 
 @pytest.fixture
-def apart(site: Site) -> None:
+def own_keys_only(site: Site) -> None:
     if not site.is_own or len(site.nodes) < 2:
         pytest.skip("needs two nodes of its own, to choose where ranks go")
     for node in site.nodes:

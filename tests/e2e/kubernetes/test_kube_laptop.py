@@ -43,7 +43,7 @@ def laptop(space: Space, line: Proxy, tmp_path: Path) -> Iterator[Shell]:
         kubeconfig = "kube.json"
         namespace = "{space.name}"
         image = "{IMAGE}"
-        is_exit_held = true
+        has_exit_finalizer = true
 
         [defaults]
         stop_grace_s = 2
@@ -71,7 +71,9 @@ def test_a_cluster_is_an_executor_among_others(laptop: Shell, pods: None) -> Non
 def test_an_operator_in_the_same_namespace_leaves_its_ranks_alone(
     laptop: Shell, space: Space, start_operator: Callable[..., Operator], pods: None
 ) -> None:
-    started = laptop("up", "--executor", "eu", "-n", "2", "--name", "mine", "--", "sleep", "1000")
+    started = laptop(
+        "run", "-d", "--executor", "eu", "-n", "2", "--name", "mine", "--", "sleep", "1000"
+    )
     assert started.returncode == 0, started.stderr
     assert laptop("wait", "mine", "--for", "target", "--timeout", "60").returncode == 0
     start_operator()
@@ -93,7 +95,7 @@ def test_a_training_goes_on_once_its_cluster_is_configured_again(
     _stop_server(laptop)
     until(lambda: _absence(laptop) == "ExecutorMissing")
     assert laptop("cancel", "mine").returncode == 0
-    until(lambda: "the cancelling waits" in laptop.json("status", "mine")["message"])
+    until(lambda: "the cancellation waits" in laptop.json("status", "mine")["message"])
     assert _alive(space) == uids
     laptop.configure(settings)
     _stop_server(laptop)
@@ -126,7 +128,9 @@ def test_a_cluster_that_goes_away_is_told_of_until_it_is_back(
 def _start(laptop: Shell, space: Space) -> set[str]:
     """A training of one rank, with room for a second; the uids of its pods."""
     size = ("-n", "1", "--max", "2")
-    started = laptop("up", "--executor", "eu", *size, "--name", "mine", "--", "sleep", "1000")
+    started = laptop(
+        "run", "-d", "--executor", "eu", *size, "--name", "mine", "--", "sleep", "1000"
+    )
     assert started.returncode == 0, started.stderr
     assert laptop("wait", "mine", "--for", "target", "--timeout", "60").returncode == 0
     return _alive(space)

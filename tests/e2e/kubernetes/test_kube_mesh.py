@@ -57,7 +57,7 @@ def start(start_operator: Callable[..., Operator]) -> Callable[..., Operator]:
 
 
 @pytest.fixture
-def apart(site: Site) -> None:
+def own_keys_only(site: Site) -> None:
     if not site.is_own or len(site.nodes) < 2:
         pytest.skip("needs two nodes of its own, to cut the link between them")
 

@@ -71,7 +71,7 @@ class Scene:
         self.store = KubernetesStore(self.cluster, SPACE)
         self.executor = KubernetesBackend(
             cluster=self.cluster, is_owner=True, namespace=SPACE, is_start_gated=True,
-            is_exit_held=True,
+            has_exit_finalizer=True,
         )  # fmt: skip
         self.codes: dict[int, int] = {}
         self._hands = KubeletCluster.connect(kubeconfig=str(site.kubeconfig))

@@ -22,9 +22,8 @@ from atoll.core.ports import Executor
 from atoll.core.status import LogLine, Status, Training, WorldStatus
 from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
-from atoll.server.http.connections import Limits
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.auth import hash_token
+from atoll.server.http.server import GuardedServer, Limits, listen
 from atoll.server.http.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
@@ -83,7 +82,7 @@ class Served:
         self.wait_for(lambda: self.server.started)
         self.url = f"http://127.0.0.1:{port}"
         for name in ("one", "two"):
-            self.do(self.tokens.add(hashed(f"token-{name}"), name, name, 0.0))
+            self.do(self.tokens.add(hash_token(f"token-{name}"), name, name, 0.0))
         self.http = self.client("one")
 
     def _run(self) -> None:

@@ -90,10 +90,12 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_the_executor_will_never_run_is_refused_at_every_door(serve: Serve, door: str) -> None:
+def test_what_the_executor_will_never_run_is_refused_at_every_door(
+    serve: Serve, limiter: str
+) -> None:
     served = serve({"kubernetes": Cluster()})
-    answer = served.http.post(door, json=DOORS[door])
+    answer = served.http.post(limiter, json=DOORS[limiter])
     assert (answer.status_code, "expected an image" in answer.text) == (400, True)
     assert served.do(served.store.version()) == 0
-    assert served.http.post(door, json={**DOORS[door], "image": "x"}).status_code == 201
+    assert served.http.post(limiter, json={**DOORS[limiter], "image": "x"}).status_code == 201
     assert served.do(served.store.get(("one", "a"))).spec.executor == "kubernetes"

@@ -47,7 +47,7 @@ def test_attempts_while_the_control_plane_was_dead_are_listed(where: Path, tmp_p
         assert training.attempts(rank=7) == []
         with pytest.raises(atoll.ValidationError, match="rank"):
             training.attempts(rank=-1)
-    told = [sys.executable, "-m", "atoll.cli", "attempts", "a"]
+    told = [sys.executable, "-m", "atoll.cli", "status", "a", "--attempts"]
     text = subprocess.run(told, capture_output=True, text=True, check=True).stdout
     lines = text.splitlines()
     assert lines[0].split() == ["RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END"]

@@ -295,4 +295,4 @@ def test_a_path_that_there_is_not_is_refused_in_the_same_words(
 ) -> None:
     answer = served.http.request(method, path)
     assert (answer.status_code, answer.headers.get("connection")) == (status, "close")
-    assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
+    assert answer.json()["error"]["message"].startswith(f"{method} {path.rstrip('/')}: ")

@@ -98,10 +98,10 @@ def test_the_server_says_where_hits_are_and_reads_around_them(
 
     *hits, end = ask("logs/search?q=LINE+7+&ignoreCase=true")
     assert [(hit["rank"], hit["text"]) for hit in hits] == [(0, "line 7 of 0"), (1, "line 7 of 1")]
-    assert end == {"done": True, "hits": 2, "isCut": False, "places": {}}
+    assert end == {"done": True, "hits": 2, "isCut": False, "offsets": {}}
     *hits, end = ask("logs/search?q=line&limit=10&rank=1")
     assert (len(hits), end["hits"], end["isCut"]) == (10, 10, True)
-    *more, _ = ask(f"logs/search?q=line&limit=2&rank=1&places=1:{hits[-1]['at']}")
+    *more, _ = ask(f"logs/search?q=line&limit=2&rank=1&offsets=1:{hits[-1]['at']}")
     assert more[0]["text"] == "line 10 of 1"
     around = ask(f"logs?rank=1&at={hits[5]['start']}&before=2&after=2")
     assert [line["text"] for line in around] == [f"line {n} of 1" for n in (3, 4, 5, 6)]

@@ -17,7 +17,7 @@ import pytest
 
 import atoll
 from atoll.sdk.embedded import read_token
-from atoll.server.http.connections import Limits
+from atoll.server.http.server import Limits
 
 from .conftest import Served
 
@@ -90,7 +90,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve, path: bytes) 
 
 
 def test_strangers_make_room_for_strangers_and_those_with_a_token_stay(serve: Serve) -> None:
-    served = serve(connections=64, strangers=8, of_namespace=40)
+    served = serve(connections=64, unauthenticated=8, per_namespace=40)
     served.create("a")
     with contextlib.ExitStack() as opened:
         (watch,) = opened.enter_context(connected(served.url))
@@ -101,7 +101,7 @@ def test_strangers_make_room_for_strangers_and_those_with_a_token_stay(serve: Se
         for stranger in opened.enter_context(connected(served.url, 100))[:50]:
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(b"GET / HT")
-        served.wait_for(lambda: len(served.server.door.open) <= 8 + 3)
+        served.wait_for(lambda: len(served.server.limiter.open) <= 8 + 3)
         assert served.http.get("/v1/trainings/a").status_code == 200
         with served.client("two") as late:
             assert late.get("/v1/trainings").status_code == 200
@@ -114,7 +114,7 @@ def test_strangers_make_room_for_strangers_and_those_with_a_token_stay(serve: Se
 
 
 def test_one_namespace_cannot_take_every_connection(serve: Serve) -> None:
-    served = serve(connections=64, strangers=8, of_namespace=10)
+    served = serve(connections=64, unauthenticated=8, per_namespace=10)
     with contextlib.ExitStack() as opened:
         answers = []
         for _ in range(12):
@@ -128,22 +128,24 @@ def test_one_namespace_cannot_take_every_connection(serve: Serve) -> None:
         assert b"'one' has 10 connections" in answers[-1]
         with served.client("two") as other:
             assert other.get("/v1/trainings").status_code == 200
-    served.wait_for(lambda: served.server.door.known["one"] == 0)
+    served.wait_for(lambda: served.server.limiter.authenticated["one"] == 0)
     assert served.http.get("/v1/trainings").status_code == 200
 
 
 def test_an_answer_that_nobody_reads_is_given_up(serve: Serve) -> None:
-    served = serve(unread_s=0.3)
+    served = serve(write_timeout_s=0.3)
     for name in "abcd":
         served.create(name, args=["x" * 900_000])
     with connected(served.url) as (deaf,):
         deaf.sendall((HEAD.replace(b"trainings", b"trainings?limit=2") + b"\r\n") * 20)
-        served.wait_for(lambda: served.server.door.known["one"] == 2)  # this one, and the test's
-        served.wait_for(lambda: served.server.door.known["one"] == 1)
+        served.wait_for(
+            lambda: served.server.limiter.authenticated["one"] == 2
+        )  # this one, and the test's
+        served.wait_for(lambda: served.server.limiter.authenticated["one"] == 1)
 
 
 def test_a_stranger_is_not_kept_for_long_after_its_answer(serve: Serve) -> None:
-    served = serve(stranger_idle_s=0.3)
+    served = serve(unauthenticated_idle_s=0.3)
     with connected(served.url) as (connection,):
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b"200 OK" in rest(connection)
@@ -193,12 +195,12 @@ def test_half_open_connections_do_not_take_the_server_down_when_files_are_few(
 @pytest.mark.soak
 def test_a_flood_of_a_minute_is_sat_out(serve: Serve) -> None:
     """Strangers come as fast as they can, with half a request each; one client works on."""
-    served = serve(connections=200, strangers=50, of_namespace=100)
+    served = serve(connections=200, unauthenticated=50, per_namespace=100)
     ends_at = time.monotonic() + 60
     served_in_time = 0
     while time.monotonic() < ends_at:
-        with connected(served.url, 300) as strangers:
-            for stranger in strangers:
+        with connected(served.url, 300) as unauthenticated:
+            for stranger in unauthenticated:
                 with contextlib.suppress(ConnectionError):
                     stranger.sendall(b"GET / HTTP/1.1\r\nX: ")
             with served.client("one") as http:

@@ -114,7 +114,7 @@ def test_a_version_that_is_no_longer_kept_is_gone(tmp_path: Path) -> None:
             answer = served.http.get(f"{path}?watch&after={start}")
             told = answer.json()
             assert (answer.status_code, told["type"]) == (410, "urn:atoll:Gone")
-            assert told["asked"] == start
+            assert told["version"] == start
             assert told["oldest"] > start
             url = f"{path}?watch&after={told['oldest']}&timeout=0.2"
             assert list(changes(served.http, url))

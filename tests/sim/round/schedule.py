@@ -16,7 +16,7 @@ from tests.sim.round.replica import Replica, Run, Setup
 from tests.sim.round.world import QUIET, Faults, World
 
 QUIET_ROUND_S = 500.0  # O9
-LONGEST_S = 6000.0
+MAX_S = 6000.0
 
 
 def draw_setup(rng: random.Random, changes: dict[str, object]) -> Setup:

@@ -14,13 +14,13 @@ from atoll.agent.metric_sinks import BatchRefused, HttpSink, ObjectSink, sink_of
 from atoll.agent.metrics import Reporter
 from atoll.core.errors import Temporary
 from atoll.metrics import collect
-from atoll.metrics.collect import ObjectReader, reader_of
+from atoll.metrics.collect import ObjectReader, open_reader
 from atoll.metrics.series import COUNT
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 
 
-def counted(keeper: SeriesKeeper) -> int:
-    return int(sum(sum(one.series.columns[COUNT]) for one in keeper.series("u")))
+def counted(metric_store: MetricStore) -> int:
+    return int(sum(sum(one.series.columns[COUNT]) for one in metric_store.series("u")))
 
 
 def life_of(reporter: Reporter) -> metrics.PendingFigures:
@@ -32,13 +32,13 @@ class LossySink:
 
     patience_s = 0.0
 
-    def __init__(self, keeper: SeriesKeeper) -> None:
-        self.keeper = keeper
+    def __init__(self, metric_store: MetricStore) -> None:
+        self.metric_store = metric_store
         self.calls = 0
 
     def hand_on(self, batch: bytes) -> float:
         self.calls += 1
-        self.keeper.take("u", batch.splitlines())
+        self.metric_store.take("u", batch.splitlines())
         if self.calls % 2:
             raise OSError("the answer is lost")
         return 0.0
@@ -63,15 +63,15 @@ def reporter(monkeypatch: pytest.MonkeyPatch) -> Reporter:
 def test_a_batch_whose_answer_was_lost_hides_nothing_that_came_after_it(
     reporter: Reporter, tmp_path: Path
 ) -> None:
-    keeper = SeriesKeeper(tmp_path / "db")
+    metric_store = MetricStore(tmp_path / "db")
     reporter.add(0, {"loss": 0.0})
-    life_of(reporter).sink = LossySink(keeper)
+    life_of(reporter).sink = LossySink(metric_store)
     for step in range(1, 10):
         reporter.flush()
         reporter.add(step, {"loss": float(step)})
     for _ in range(4):
         reporter.flush()
-    assert counted(keeper) == 10
+    assert counted(metric_store) == 10
 
 
 def test_what_is_refused_is_left_out_and_told_once(
@@ -90,7 +90,7 @@ def test_what_is_refused_is_left_out_and_told_once(
 def test_rounds_that_are_too_large_together_go_one_by_one(
     reporter: Reporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "MOST_BATCH", 1000)
+    monkeypatch.setattr(metrics, "MAX_BATCH", 1000)
     batches: list[bytes] = []
 
     class Kept:
@@ -120,13 +120,13 @@ def test_objects_are_read_once_and_deleted(tmp_path: Path, monkeypatch: pytest.M
     sink = ObjectSink("s3://bucket/x", "0.1.0.a")
     for batch in (line, more):
         assert sink.hand_on(batch) == metric_sinks.OBJECTS_EVERY_S
-    keeper, reader = SeriesKeeper(tmp_path / "db"), ObjectReader("u", "s3://bucket/x")
-    assert reader.read(keeper) is False
-    assert counted(keeper) == 1
+    metric_store, reader = MetricStore(tmp_path / "db"), ObjectReader("u", "s3://bucket/x")
+    assert reader.read(metric_store) is False
+    assert counted(metric_store) == 1
     assert shared.entries() == {}
     shared.put("again", line)  # deleting it failed: it is read twice, and counts once
-    reader.read(keeper)
-    assert counted(keeper) == 1
+    reader.read(metric_store)
+    assert counted(metric_store) == 1
 
 
 def test_an_object_of_ten_megabytes_is_refused_and_told_once(
@@ -138,8 +138,8 @@ def test_an_object_of_ten_megabytes_is_refused_and_told_once(
     monkeypatch.setattr(collect, "_REFUSED", set())
     for name in ("a", "b"):
         shared.put(name, b"x" * 10_000_000)
-    keeper = SeriesKeeper(tmp_path / "db")
-    ObjectReader("u", "s3://bucket/x").read(keeper)
+    metric_store = MetricStore(tmp_path / "db")
+    ObjectReader("u", "s3://bucket/x").read(metric_store)
     assert shared.entries() == {}
     assert len(caplog.records) == 1
     assert "10000000 bytes" in caplog.text
@@ -158,6 +158,6 @@ def test_the_scheme_says_where_figures_go(tmp_path: Path) -> None:
     assert isinstance(sink_of({"ATOLL_REPORTS": "s3://b/x"}, "o"), ObjectSink)
     assert isinstance(sink_of({"ATOLL_REPORTS": "https://h/x"}, "o"), HttpSink)
     assert sink_of({"ATOLL_REPORTS": "ftp://h/x"}, "o") is None
-    assert isinstance(reader_of("u", "gs://b/x"), ObjectReader)
-    assert reader_of("u", "https://h/x") is None
-    assert reader_of("u", "") is None
+    assert isinstance(open_reader("u", "gs://b/x"), ObjectReader)
+    assert open_reader("u", "https://h/x") is None
+    assert open_reader("u", "") is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.render import rank_place as cluster_place
+from atoll.backends.kubernetes.render import rank_layout as cluster_place
 from atoll.backends.kubernetes.render import render_job
 from atoll.backends.launch import (
     MEETING_VARIABLES,

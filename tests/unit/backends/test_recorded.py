@@ -315,7 +315,7 @@ def test_a_wrapper_that_is_killed_or_frozen_is_told_of(
         observation = await stage.until(lambda s: s.ranks[1].state == "exited")
         ended = observation.ranks[1].exit
         assert ended is not None
-        assert (ended.code, ended.reason, ended.is_backends_word) == (None, "SupervisorLost", True)
+        assert (ended.code, ended.reason, ended.is_from_backend) == (None, "SupervisorLost", True)
         assert states(observation) == ["running", "exited", "running"]
         assert len(stage.rank_pids()) == 2
 

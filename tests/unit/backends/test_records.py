@@ -35,7 +35,7 @@ class AttemptRecord(NamedTuple):
     claim: Json | None = None
     start: Json | None = None
     exit: Json | None = None
-    quiet_s: float = 0.0
+    idle_s: float = 0.0
     beaten_at: float | None = None
 
 
@@ -73,7 +73,7 @@ def observed(
         facts.add({"t": "gate", **gate})
     known, asked = attempts or {}, jobs or {}
     ages = Ages(
-        {key: one.quiet_s for key, one in known.items()},
+        {key: one.idle_s for key, one in known.items()},
         dict.fromkeys(asked, ended_for_s),
         {key: one.beaten_at for key, one in known.items() if one.beaten_at is not None},
     )
@@ -86,16 +86,16 @@ def only(view: Fold) -> ObservedRank:
     return rank
 
 
-def claimed(quiet_s: float = 0.0) -> AttemptRecord:
-    return AttemptRecord(CLAIM, quiet_s=quiet_s)
+def claimed(idle_s: float = 0.0) -> AttemptRecord:
+    return AttemptRecord(CLAIM, idle_s=idle_s)
 
 
-def started(quiet_s: float = 0.0) -> AttemptRecord:
-    return AttemptRecord(CLAIM, START, quiet_s=quiet_s)
+def started(idle_s: float = 0.0) -> AttemptRecord:
+    return AttemptRecord(CLAIM, START, idle_s=idle_s)
 
 
-def over(exit: Json, quiet_s: float = 0.0) -> AttemptRecord:
-    return AttemptRecord(CLAIM, START, exit, quiet_s)
+def over(exit: Json, idle_s: float = 0.0) -> AttemptRecord:
+    return AttemptRecord(CLAIM, START, exit, idle_s)
 
 
 def concluded(view: Fold) -> list[Json]:
@@ -132,12 +132,12 @@ def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> N
     assert (done.state, done.exit.code, done.exit.at, done.exit.reason) == (
         "exited", 3, 950.0, "Error",
     )  # fmt: skip
-    assert not done.exit.is_backends_word
+    assert not done.exit.is_from_backend
 
 
 def test_a_paused_rank_is_no_silent_one() -> None:
     paused = JobState("running", is_paused=True)
-    view = observed({(0, 0): started(quiet_s=500.0)}, {(0, 0): paused})
+    view = observed({(0, 0): started(idle_s=500.0)}, {(0, 0): paused})
     assert (only(view).state, only(view).message) == ("running", "paused by its backend")
     assert view.observation.followups == ()
 
@@ -175,7 +175,7 @@ def test_a_wrapper_that_is_silent_is_concluded_after_its_time(
 def test_the_backend_names_the_end_of_a_silent_wrapper_once_it_has_ended(
     job: JobState, reason: str, code: int | None
 ) -> None:
-    (record,) = concluded(observed({(0, 0): claimed(quiet_s=60.0)}, {(0, 0): job}))
+    (record,) = concluded(observed({(0, 0): claimed(idle_s=60.0)}, {(0, 0): job}))
     assert (record["reason"], record["code"], record["ran"]) == (reason, code, False)
     assert record["message"] == "its wrapper left no record; oom"
 
@@ -187,7 +187,7 @@ def test_a_silence_before_the_first_look_is_dated_by_the_last_beat(
     beaten_at: float | None, at: float
 ) -> None:
     """The clock of the place may be behind the rank's, or ahead of the reader's."""
-    silent = started(quiet_s=60.0)._replace(beaten_at=beaten_at)
+    silent = started(idle_s=60.0)._replace(beaten_at=beaten_at)
     (record,) = concluded(observed({(0, 0): silent}, {(0, 0): ENDED}))
     assert record["at"] == at
 
@@ -232,7 +232,7 @@ def test_the_backends_word_on_an_end_keeps_its_place_until_nothing_runs() -> Non
     assert (only(view).state, stopped(view)) == ("running", [(0, 0)])
     done = only(observed({(0, 0): over(document)}, {(0, 0): ENDED})).exit
     assert done is not None
-    assert done.is_backends_word
+    assert done.is_from_backend
 
 
 def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
@@ -280,9 +280,9 @@ def test_the_words_of_a_backend_are_added_once() -> None:
 
 
 def test_a_job_that_outlives_its_record_or_begins_again_is_ended() -> None:
-    def must_stop(quiet_s: float, **job: Any) -> bool:
+    def must_stop(idle_s: float, **job: Any) -> bool:
         jobs = {(0, 0): JobState("running", **job)}
-        return bool(stopped(observed({(0, 0): over(ended(1), quiet_s)}, jobs)))
+        return bool(stopped(observed({(0, 0): over(ended(1), idle_s)}, jobs)))
 
     assert [must_stop(TIMING.stop_wait_s - 0.1), must_stop(TIMING.stop_wait_s)] == [False, True]
     assert must_stop(0.0, is_repeated=True)
@@ -314,10 +314,10 @@ def test_an_attempt_that_only_the_backend_knows_tells_of_those_before_it() -> No
     assert [past.attempt for past in rank.attempts] == [0]
 
 
-def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more: Any) -> list[Any]:
+def due(*codes: int | None, max_restarts: int = 1, idle_s: float = 0.0, **more: Any) -> list[Any]:
     """What is to be started of rank 0 after attempts that ended so; None is one that runs."""
     attempts = {
-        (0, number): started() if code is None else over(ended(code), quiet_s)
+        (0, number): started() if code is None else over(ended(code), idle_s)
         for number, code in enumerate(codes)
     }
     return observed(
@@ -330,7 +330,7 @@ def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
     assert due(None) == due(0) == []
     assert due(1) == [DueAttempt(0, 1, 0.0)]
     assert due(1, 1) == []
-    assert due(1, 1, max_restarts=2, quiet_s=0.25) == [DueAttempt(0, 2, 0.75)]
+    assert due(1, 1, max_restarts=2, idle_s=0.25) == [DueAttempt(0, 2, 0.75)]
     assert due(1, 1, discarded={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
     assert due(0, discarded={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
 

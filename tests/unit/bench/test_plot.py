@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.bench.plot import HEIGHT, WIDTH, plot_svg, plot_text, size_text
-from atoll.cli.measure import bench
+from atoll.cli.trainings import status
 from atoll.core.errors import ValidationError
 
 POINTS = [(4096, 0.5), (65536, 5.0), (1 << 20, 9.4)]
@@ -50,7 +50,7 @@ def test_any_points_make_a_picture(points: list[tuple[int, float]], title: str) 
 
 @pytest.mark.parametrize("name", ["link.png", "link", "svg"])
 def test_a_plot_is_an_svg_file(name: str, tmp_path: Path) -> None:
-    asked = CliRunner().invoke(bench, ["a-training", "--plot", str(tmp_path / name)])
+    asked = CliRunner().invoke(status, ["a-training", "--bench", "--svg", str(tmp_path / name)])
     assert isinstance(asked.exception, ValidationError)
     assert "ends in .svg" in str(asked.exception)
 

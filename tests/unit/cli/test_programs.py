@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.cli.main import app
-from atoll.cli.programs import generated, misplaced, program
+from atoll.cli.programs import generate_name, misplaced, program
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 
@@ -41,17 +41,17 @@ from atoll.core.errors import ValidationError
     ],
 )
 def test_a_name_says_what_is_run(command: str, stem: str) -> None:
-    assert re.fullmatch(rf"{re.escape(stem)}-[a-z2-9]{{5}}", generated(command.split()))
+    assert re.fullmatch(rf"{re.escape(stem)}-[a-z2-9]{{5}}", generate_name(command.split()))
 
 
 @settings(max_examples=50)
 @given(st.lists(st.text(max_size=80), max_size=5))
 def test_whatever_is_run_the_name_is_a_dns_label(command: list[str]) -> None:
-    check_name("name", generated(command))
+    check_name("name", generate_name(command))
 
 
 def test_two_runs_of_one_command_have_two_names() -> None:
-    assert len({generated(["true"]) for _ in range(10)}) == 10
+    assert len({generate_name(["true"]) for _ in range(10)}) == 10
 
 
 def test_a_python_script_runs_with_the_callers_python(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.client import Cluster
-from atoll.cli.look import moment
-from atoll.cli.main import refused
-from atoll.cli.measure import count
-from atoll.cli.report import end_report
-from atoll.cli.show import duration, full, ran_cell, table, training_json
-from atoll.cli.terminal import last_look, paint
+from atoll.cli.main import report_error
+from atoll.cli.output import end_report, full, ran_cell, table, training_json
+from atoll.cli.rounds import parse_count
+from atoll.cli.terminal import after_carriage_return, paint
+from atoll.cli.trainings import parse_time
 from atoll.core.clock import Now
 from atoll.core.describe import describe_end
 from atoll.core.errors import Temporary, ValidationError
 from atoll.core.phase import Phase
+from atoll.core.quantities import format_duration
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.stats import training_stats
 from atoll.core.status import RankExit, Status, Training
@@ -71,26 +71,31 @@ def test_a_cancelled_training_is_no_failure() -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_moments() -> None:
-    assert moment("10m", 1000.0) == 400.0
-    assert moment("1.5h", 10_000.0) == 4600.0
-    assert moment("9999d", 1000.0) == 0.0
-    assert moment("1767225600", 0.0) == 1767225600.0
-    assert moment("2026-01-31T12:00:00+00:00", 0.0) == 1769860800.0
-    assert moment(time.strftime("%Y-%m-%d"), 0.0) > 1.7e9
+    assert parse_time("10m", 1000.0) == 400.0
+    assert parse_time("1.5h", 10_000.0) == 4600.0
+    assert parse_time("9999d", 1000.0) == 0.0
+    assert parse_time("1767225600", 0.0) == 1767225600.0
+    assert parse_time("2026-01-31T12:00:00+00:00", 0.0) == 1769860800.0
+    assert parse_time(time.strftime("%Y-%m-%d"), 0.0) > 1.7e9
     for wrong in ("", "soon", "m", "tomorrow", "10x"):
         with pytest.raises(ValidationError, match="since"):
-            moment(wrong, 0.0)
+            parse_time(wrong, 0.0)
 
 
 def test_counts() -> None:
-    assert (count("7B"), count("350M"), count("1.3e9"), count("12")) == (7e9, 350e6, 1.3e9, 12)
+    assert (parse_count("7B"), parse_count("350M"), parse_count("1.3e9"), parse_count("12")) == (
+        7e9,
+        350e6,
+        1.3e9,
+        12,
+    )
     for wrong in ("", "B", "many", "inf", "nan"):
         with pytest.raises(ValidationError, match="parameters"):
-            count(wrong)
+            parse_count(wrong)
 
 
 def test_json_has_every_key_but_not_the_code_that_was_shipped() -> None:
@@ -111,19 +116,19 @@ def test_columns_line_up_whatever_their_colours() -> None:
 
 
 def test_a_progress_bar_is_seen_as_it_was_left() -> None:
-    assert last_look("10%\r50%\r100%") == "100%"
-    assert last_look("100%\r") == "100%"
-    assert last_look("plain") == "plain"
+    assert after_carriage_return("10%\r50%\r100%") == "100%"
+    assert after_carriage_return("100%\r") == "100%"
+    assert after_carriage_return("plain") == "plain"
 
 
 def test_what_the_control_plane_said_itself_is_not_taken_for_its_absence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert refused(Temporary("cannot write atoll.db: disk is full: free some space")) == 1
+    assert report_error(Temporary("cannot write atoll.db: disk is full: free some space")) == 1
     assert capsys.readouterr().err.endswith("free some space\n")
     lost = Temporary("cannot reach 127.0.0.1:9")
     lost.__cause__ = ConnectionRefusedError()
-    assert refused(lost) == 1
+    assert report_error(lost) == 1
     assert "is the control plane running?" in capsys.readouterr().err
 
 
@@ -137,7 +142,7 @@ def test_a_cluster_that_does_not_answer_is_not_taken_for_a_control_plane(
     file.write_text(json.dumps({**config, "current-context": "it"}))
     with pytest.raises(Temporary) as lost:
         asyncio.run(Cluster.connect(kubeconfig=str(file)).version())
-    assert refused(lost.value) == 1
+    assert report_error(lost.value) == 1
     told = capsys.readouterr().err
     assert "does 'kubectl cluster-info' answer?" in told
     assert "ATOLL_URL" not in told

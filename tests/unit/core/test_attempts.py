@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from atoll.core.attempts import KEPT, attempts_of, newest_kept, superseded
+from atoll.core.attempts import MAX_ATTEMPTS, attempts_of, newest_attempts, superseded_attempts
 from atoll.core.clock import Now
 from atoll.core.plan import plan
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -62,19 +62,19 @@ def test_attempts_that_came_and_went_unseen_are_taken_from_the_executor() -> Non
     observed_rank = ObservedRank(rank=0, state="running", attempt=4, started_at=4.0, attempts=past)
     old = Status(ranks=[RankStatus(rank=0, attempt=1, started_at=1.0)])
     new = Status(ranks=[RankStatus(rank=0, attempt=4, started_at=4.0)])
-    assert superseded(old, new, Observation(ranks=[observed_rank])) == past
+    assert superseded_attempts(old, new, Observation(ranks=[observed_rank])) == past
 
 
 def test_an_end_that_nobody_saw_is_unknown() -> None:
     old = Status(ranks=[RankStatus(rank=0, attempt=0, started_at=1.0)])
     new = Status(ranks=[RankStatus(rank=0, attempt=3, started_at=9.0)])
-    (only,) = superseded(old, new, Observation())
+    (only,) = superseded_attempts(old, new, Observation())
     assert (only.attempt, only.exit_code, only.ended_at, only.reason) == (0, None, 9.0, "Vanished")
 
 
 def test_nothing_is_kept_of_ranks_that_did_not_restart() -> None:
     ranks = [RankStatus(rank=n, attempt=0, started_at=1.0) for n in range(3)]
-    assert superseded(Status(), Status(ranks=ranks), Observation()) == ()
+    assert superseded_attempts(Status(), Status(ranks=ranks), Observation()) == ()
     assert [a.rank for a in attempts_of(Status(ranks=ranks), ())] == [0, 1, 2]
 
 
@@ -82,17 +82,17 @@ def test_the_newest_are_kept() -> None:
     many = [
         AttemptStatus(rank=rank, attempt=n, ended_at=float(n))
         for rank in (1, 0)
-        for n in range(KEPT + 5)
+        for n in range(MAX_ATTEMPTS + 5)
     ]
-    kept = newest_kept(many)
+    kept = newest_attempts(many)
     assert [(a.rank, a.attempt) for a in kept] == [
-        (rank, n) for rank in (0, 1) for n in range(5, KEPT + 5)
+        (rank, n) for rank in (0, 1) for n in range(5, MAX_ATTEMPTS + 5)
     ]
-    assert [(a.rank, a.attempt) for a in newest_kept(many, 4)] == [
-        (0, KEPT + 3),
-        (0, KEPT + 4),
-        (1, KEPT + 3),
-        (1, KEPT + 4),
+    assert [(a.rank, a.attempt) for a in newest_attempts(many, 4)] == [
+        (0, MAX_ATTEMPTS + 3),
+        (0, MAX_ATTEMPTS + 4),
+        (1, MAX_ATTEMPTS + 3),
+        (1, MAX_ATTEMPTS + 4),
     ]
 
 

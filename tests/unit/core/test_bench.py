@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S
 from atoll.core.clock import Now
-from atoll.core.plan import Apply, Measure, Plan, Release, plan
+from atoll.core.plan import Apply, Measure, Plan, Stop, plan
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
 from atoll.core.status import (
     BenchResult,
@@ -175,4 +175,4 @@ def test_a_measurement_that_still_runs_is_stopped_with_the_training() -> None:
     assert made.status.phase == "cancelled"
     assert made.status.bench.phase == "Skipped"
     _, made = run(of, (Observation(bench=RUNNING), 3.0))
-    assert kinds(made) == [Release]
+    assert kinds(made) == [Stop]

@@ -10,10 +10,11 @@ from msgspec import Meta
 
 from atoll.backends.kubernetes import options as kubernetes
 from atoll.backends.kubernetes.crd import spec_schema
-from atoll.cli.options import SET, Number, WholeNumber
+from atoll.cli.options import FloatField, IntField
+from atoll.cli.run import SPEC_OPTIONS
 from atoll.core.checks import Bounds, bounds_of, check_as, field_bounds
 from atoll.core.errors import ValidationError
-from atoll.core.fields import ON_WIRE, option_bounds, renamed
+from atoll.core.fields import ON_WIRE, option_bounds, rename_fields
 from atoll.core.model import decode
 from atoll.core.spec import BenchSpec, RankCount, Resources, TrainingSpec, WorldSize
 from atoll.server.api import NATIVE, STREAMED
@@ -40,7 +41,7 @@ WORLD = {"min": 1, "target": 1, "max": 10_000}
 
 def outside(field: str) -> list[float]:
     bounds = option_bounds()[field]
-    step = 1 if bounds.is_whole else 0.0005
+    step = 1 if bounds.is_integer else 0.0005
     return [bounds.low - step, bounds.high + 1]
 
 
@@ -80,7 +81,7 @@ def test_just_outside_is_refused_in_python_and_over_http_in_the_same_words(field
         assert (here.value.field, here.value.value) == (field, value)
         assert str(there.value) == str(here.value)
         assert here.value.expected == option_bounds()[field].expected
-        assert renamed(there.value, ON_WIRE).field == ON_WIRE[field]
+        assert rename_fields(there.value, ON_WIRE).field == ON_WIRE[field]
 
 
 @pytest.mark.parametrize("field", TABLE)
@@ -109,10 +110,10 @@ def test_both_schemas_say_the_same_numbers(field: str) -> None:
 
 
 def test_a_number_on_the_command_line_has_the_bounds_of_its_field() -> None:
-    for _, option, kind, *_ in SET:
+    for _, option, kind, *_ in (row for rows in SPEC_OPTIONS.values() for row in rows):
         if kind not in (int, float):
             continue
-        number = (WholeNumber if kind is int else Number)(option)
+        number = (IntField if kind is int else FloatField)(option)
         low, high = TABLE[option]
         assert number.convert(str(kind(high)), None, None) == high
         with pytest.raises(Exception, match="not in the range"):
@@ -162,8 +163,8 @@ def test_numbers_in_lists_are_named_and_others_have_the_words_of_the_decoder() -
 
 def test_bounds_of_annotations() -> None:
     assert bounds_of(int) is None
-    assert bounds_of(RankCount) == Bounds(1, 10_000, is_whole=True)
-    assert bounds_of(RankCount | None) == Bounds(1, 10_000, is_whole=True, is_optional=True)
+    assert bounds_of(RankCount) == Bounds(1, 10_000, is_integer=True)
+    assert bounds_of(RankCount | None) == Bounds(1, 10_000, is_integer=True, is_optional=True)
     check_as("n", None, RankCount | None)
     for value in (None, True, 1.5, "1", float("nan")):
         with pytest.raises(ValidationError, match="n: .* expected a whole number from 1 to 10000"):

@@ -90,7 +90,7 @@ def test_options_of_a_cluster_are_checked(table: dict[str, object], words: str) 
 
 def test_a_control_plane_keeps_jobs_and_holds_no_pod() -> None:
     table = options_of(ClusterOptions, {})
-    assert (table.is_controlled, table.is_exit_held) == (True, False)
+    assert (table.is_controlled, table.has_exit_finalizer) == (True, False)
     assert table.ttl_seconds_after_finished is None
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.escape import colours_only, visible
+from atoll.core.escape import escape_control, keep_colours
 
 RED = "\x1b[31mred\x1b[0m"
 
@@ -30,14 +30,14 @@ RED = "\x1b[31mred\x1b[0m"
     ],
 )
 def test_a_terminal_gets_colours_only(line: str, shown: str) -> None:
-    assert colours_only(line) == shown
+    assert keep_colours(line) == shown
 
 
 @given(st.text(alphabet="\x1b[]0;1m\x07\\PX^_cAJ\x9b\x9ca\n\r\t"))
 def test_nothing_but_colours_is_left_of_any_line(line: str) -> None:
-    rest = re.sub(r"\x1b\[[0-9;:]*m", "", colours_only(line))
+    rest = re.sub(r"\x1b\[[0-9;:]*m", "", keep_colours(line))
     assert not re.search("[\x00-\x08\x0a-\x1f\x7f-\x9f]", rest)
 
 
 def test_a_message_shows_control_characters_as_text() -> None:
-    assert visible("a\x1b[31mb\nc\u202ed\u2028é") == "a\\x1b[31mb\\nc\\u202ed\\u2028é"
+    assert escape_control("a\x1b[31mb\nc\u202ed\u2028é") == "a\\x1b[31mb\\nc\\u202ed\\u2028é"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.core.fields import ON_WIRE, renamed
+from atoll.core.fields import ON_WIRE, rename_fields
 from atoll.core.model import decode, encode
 from atoll.core.problem import Problem, error_of, problem_of
 from atoll.core.spec import TrainingSpec
@@ -55,4 +55,4 @@ def test_every_name_of_the_wire_is_a_place_in_a_spec() -> None:
 
 def test_plain_words_in_a_sentence_stay_as_they_are() -> None:
     error = ValidationError("command", None, "expected either a command or a source")
-    assert renamed(error, {"command": "COMMAND", "source": "x.y"}).expected == error.expected
+    assert rename_fields(error, {"command": "COMMAND", "source": "x.y"}).expected == error.expected

@@ -27,7 +27,7 @@ def training(**status: object) -> Training:
 def test_text_is_escaped_as_the_standard_library_does_and_has_no_controls(text: str) -> None:
     shown = html.text(text)
     assert not set(shown) & set("<>\"'\x00\x1b\n")
-    assert standard.unescape(shown) == html.visible(text)
+    assert standard.unescape(shown) == html.escape_control(text)
 
 
 def test_nothing_that_a_rank_says_is_markup() -> None:
@@ -63,7 +63,7 @@ def test_a_world_and_a_training_say_how_they_are() -> None:
 
 def test_long_logs_show_their_end_and_say_so() -> None:
     lines = [LogLine(rank=0, text=f"line {n}") for n in range(2_000)]
-    shown = html.ShownList(lines, html.lines_html)
+    shown = html.HtmlList(lines, html.lines_html)
     assert shown == lines
     assert pickle.loads(pickle.dumps(shown)) == lines
     page = shown._repr_html_()

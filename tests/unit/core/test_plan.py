@@ -9,7 +9,7 @@ import pytest
 
 from atoll.core.clock import Now
 from atoll.core.phase import Phase
-from atoll.core.plan import Apply, Forget, Plan, Release, plan
+from atoll.core.plan import Apply, Delete, Plan, Stop, plan
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.stats import usage
 from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
@@ -214,7 +214,7 @@ def test_exits_that_only_the_executor_tells_of_are_a_condition() -> None:
     story = running(Story(low=2))
     story.ranks(r3="exit 9")
     assert not [c for c in story.status.conditions if c.type == "ExitsFromBackend"]
-    silent = Exit(code=9, at=story.now, reason="Error", is_backends_word=True)
+    silent = Exit(code=9, at=story.now, reason="Error", is_from_backend=True)
     observation = {r.rank: r for r in story.observation.ranks}
     observation[2] = replace(observation[2], state="exited", exit=silent)
     story.observe(ranks=list(observation.values()))
@@ -422,7 +422,7 @@ def test_after_the_end_it_is_released_then_kept() -> None:
     made = story.ranks(r0="exit 0")
     assert story.status.phase is Phase.SUCCEEDED
     assert made.actions == ()
-    assert story.observe().actions == (Release(),)
+    assert story.observe().actions == (Stop(),)
     story.observation = Observation()
     assert story.observe().actions == ()
     assert story.status.is_released
@@ -435,7 +435,7 @@ def test_the_record_goes_only_after_the_release(way: str) -> None:
     story.ranks(r0="exit 0")
     if way == "delete":
         story.training = replace(story.training, deletion_requested_at=story.now)
-    assert story.observe().actions == (Release(),)
+    assert story.observe().actions == (Stop(),)
     story.observation = Observation()
     assert story.observe().actions == ()
     if way == "ttl":
@@ -444,9 +444,9 @@ def test_the_record_goes_only_after_the_release(way: str) -> None:
         assert made.actions == ()
         story.observe(after_s=made.requeue_after_s)
         assert story.last is not None
-        assert story.last.actions == (Forget(),)
+        assert story.last.actions == (Delete(),)
     else:
-        assert story.observe().actions == (Forget(),)
+        assert story.observe().actions == (Delete(),)
 
 
 def test_usage_stops_with_the_ranks() -> None:
@@ -622,7 +622,7 @@ def test_a_record_lives_as_long_as_it_is_to_by_the_steady_clock() -> None:
     timed(story, 5000.0, 10.0)
     made = timed(story, 50_000.0, 20.0)
     assert (made.actions, made.requeue_after_s) == ((), pytest.approx(590.0))
-    assert timed(story, 100.0, 610.0).actions == (Forget(),)
+    assert timed(story, 100.0, 610.0).actions == (Delete(),)
 
 
 def test_a_start_grace_is_measured_and_not_dated() -> None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S
 from atoll.core.phase import Phase
-from atoll.core.plan import STALE_S, Apply, Forget, Release
+from atoll.core.plan import STALE_S, Apply, Delete, Stop
 from atoll.core.spec import BenchSpec
 from atoll.core.status import ObservedBench, ObservedRank
 from tests.unit.core.test_plan import Story, running, timed
@@ -204,7 +204,7 @@ def test_a_change_after_the_end_is_refused_aloud_and_a_deletion_is_not() -> None
 
 def test_what_is_supervised_after_the_end_is_released() -> None:
     story = ended("succeeded")
-    assert story.observe(desired=None, ranks=[], is_supervised=True).actions == (Release(),)
+    assert story.observe(desired=None, ranks=[], is_supervised=True).actions == (Stop(),)
     assert story.observe(is_supervised=False).actions == ()
     assert story.status.is_released
 
@@ -215,7 +215,7 @@ def test_a_record_goes_when_its_time_is_over() -> None:
     for _ in range(2):
         story.observe(after_s=1.0, desired=None, ranks=[], is_supervised=False)
     assert story.observe(after_s=500.0).actions == ()
-    assert story.observe(after_s=100.0).actions == (Forget(),)
+    assert story.observe(after_s=100.0).actions == (Delete(),)
 
 
 def test_what_was_asked_for_is_looked_at_again_once_a_look_cannot_be_late() -> None:

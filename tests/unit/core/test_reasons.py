@@ -26,7 +26,7 @@ from atoll.core.describe import (
 from atoll.core.html import text, training_html
 from atoll.core.model import decode, encode
 from atoll.core.phase import RULES, Phase
-from atoll.core.reasons import ExitReason, PhaseReason, listing, meaning_of, why_ended
+from atoll.core.reasons import ExitReason, PhaseReason, describe_meaning, describe_reason, listing
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.replicas.surface import error_of
@@ -224,7 +224,7 @@ def test_ranks_that_failed_alike_are_told_together(
 @pytest.mark.parametrize("reason", PHASE_REASONS)
 def test_a_training_without_words_of_its_own_has_those_of_its_reason(reason: str) -> None:
     training = failed(reason=reason)
-    meaning = meaning_of(reason, PhaseReason)
+    meaning = describe_meaning(reason, PhaseReason)
     assert meaning != reason
     assert describe_phase(training.status) == meaning
     assert describe_end(training) == f"t failed: {meaning}"
@@ -233,8 +233,8 @@ def test_a_training_without_words_of_its_own_has_those_of_its_reason(reason: str
 
 
 def test_a_reason_of_a_newer_release_is_shown_as_it_is() -> None:
-    assert meaning_of("EatenByABear", PhaseReason) == "EatenByABear"
-    assert why_ended("EatenByABear") == "EatenByABear"
+    assert describe_meaning("EatenByABear", PhaseReason) == "EatenByABear"
+    assert describe_reason("EatenByABear") == "EatenByABear"
     assert describe_end(failed(reason="EatenByABear")) == "t failed: EatenByABear"
     assert describe_end(failed()) == "t failed: failed"
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from atoll.core.rounds import (
-    KeptRound,
     OpenRound,
+    ReportedRound,
     RoundCost,
     RoundFacts,
-    RoundWord,
+    StoredRound,
     items_of,
     states,
     summary_of,
-    with_seen,
-    with_word,
+    with_observed,
+    with_report,
 )
 
 
@@ -35,7 +35,7 @@ def test_joined_left_late_and_missing_each_have_a_letter() -> None:
         facts(2, [0, 1], gone=[1], late=[2], missing=[2]),
         facts(3, [0, 2, 5], bad=[2]),
     ]
-    items = items_of(KeptRound(seen=each) for each in rounds)
+    items = items_of(StoredRound(observed=each) for each in rounds)
     assert [item.joined for item in items] == [[], [], [], [5]]
     assert [item.left for item in items] == [[], [], [], [1]]
     letters = [states(item) for item in items]
@@ -47,18 +47,18 @@ def test_joined_left_late_and_missing_each_have_a_letter() -> None:
 
 def test_a_void_round_is_no_reason_to_have_joined() -> None:
     rounds = [facts(0, [0, 1]), facts(1, [], error="the tensors differ"), facts(2, [0, 1])]
-    items = items_of(KeptRound(seen=each) for each in rounds)
+    items = items_of(StoredRound(observed=each) for each in rounds)
     assert [(item.joined, item.left) for item in items] == [([], [])] * 3
 
 
 def test_the_store_wins_over_what_replicas_tell_and_what_it_cost_is_added() -> None:
     cost = RoundCost(1, 100, 300, 7, 1.5, 0.5)
     told = facts(4, [0, 1], parameters=100)
-    kept = with_word(KeptRound(), RoundWord("run", 0, 4, cost, told))
+    kept = with_report(StoredRound(), ReportedRound("run", 0, 4, cost, told))
     (item,) = items_of([kept])
     assert (item.source, item.members) == ("reports", [0, 1])
-    kept = with_word(kept, RoundWord("run", 0, 4, RoundCost(0, 200, 200, 5, 0.0, 2.0)))
-    kept = with_seen(kept, facts(4, [0, 1, 2], sizes=[10, 20, 30]))
+    kept = with_report(kept, ReportedRound("run", 0, 4, RoundCost(0, 200, 200, 5, 0.0, 2.0)))
+    kept = with_observed(kept, facts(4, [0, 1, 2], sizes=[10, 20, 30]))
     (item,) = items_of([kept], has_costs=True)
     assert (item.source, item.members) == ("store", [0, 1, 2])
     assert (item.bytes_up, item.bytes_down, item.hidden_s, item.blocked_s) == (60, 500, 1.5, 2.0)
@@ -69,21 +69,21 @@ def test_the_store_wins_over_what_replicas_tell_and_what_it_cost_is_added() -> N
 
 
 def test_what_nobody_told_is_unknown_not_zero() -> None:
-    (item,) = items_of([KeptRound(seen=facts(0, [0]))])
+    (item,) = items_of([StoredRound(observed=facts(0, [0]))])
     assert (item.bytes_up, item.bytes_down, item.hidden_s, item.bits_per_parameter) == (None,) * 4
 
 
 def test_what_was_seen_before_it_was_swept_stays() -> None:
-    first = with_seen(KeptRound(), facts(0, [0], missing=[1], late=[1], sizes=[9], at=5.0))
-    again = with_seen(first, facts(0, [0], missing=[1]))
-    assert again.seen == first.seen
-    later = with_seen(first, replace(facts(0, [0, 1]), attempt=1))
-    assert later.seen is not None
-    assert later.seen.late == []
+    first = with_observed(StoredRound(), facts(0, [0], missing=[1], late=[1], sizes=[9], at=5.0))
+    again = with_observed(first, facts(0, [0], missing=[1]))
+    assert again.observed == first.observed
+    later = with_observed(first, replace(facts(0, [0, 1]), attempt=1))
+    assert later.observed is not None
+    assert later.observed.late == []
 
 
 def test_the_summary_tells_who_is_behind_and_who_is_waited_for() -> None:
-    newest = KeptRound(seen=facts(43, [0, 1, 2], missing=[3], late=[4], at=7.0, gone=[2]))
+    newest = StoredRound(observed=facts(43, [0, 1, 2], missing=[3], late=[4], at=7.0, gone=[2]))
     open_round = OpenRound(fragment=0, round=44, uploaded=[0])
     summary = summary_of("run", [newest], 100.0, 8.0, [open_round])
     assert summary is not None
@@ -97,7 +97,9 @@ def test_the_summary_tells_who_is_behind_and_who_is_waited_for() -> None:
 
 
 def test_a_run_is_as_far_as_all_its_fragments() -> None:
-    kept = [KeptRound(seen=facts(n, [0], fragment=f, fragments=2)) for f, n in ((0, 5), (1, 4))]
+    kept = [
+        StoredRound(observed=facts(n, [0], fragment=f, fragments=2)) for f, n in ((0, 5), (1, 4))
+    ]
     summary = summary_of("run", kept, 0.0, None)
     assert summary is not None
     assert (summary.round, summary.rounds, summary.fragments) == (5, 5, 2)

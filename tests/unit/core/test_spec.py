@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atoll.core.errors import TooLarge, ValidationError, abbreviated
+from atoll.core.errors import TooLarge, ValidationError, abbreviate
 from atoll.core.model import decode, encode
 from atoll.core.spec import (
     MAX_SPEC_BYTES,
@@ -163,5 +163,5 @@ def test_a_refusal_of_a_huge_value_shows_its_beginning_only() -> None:
             raise AssertionError("all of it was shown")
 
     for value in (Huge("x" * 1000), [Huge("y" * 1000)] * 1000, {"a": Huge("z" * 1000)}):
-        assert len(abbreviated(value)) <= 80
-    assert abbreviated([1, 2]) == "[1, 2]"
+        assert len(abbreviate(value)) <= 80
+    assert abbreviate([1, 2]) == "[1, 2]"

@@ -9,7 +9,7 @@ from atoll.core.clock import Now
 from atoll.core.errors import ValidationError
 from atoll.core.plan import Plan, plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.stall import check_again_s, with_quiet
+from atoll.core.stall import check_again_s, with_idle_times
 from atoll.core.status import Condition, DesiredState, Observation, ObservedRank, Status, Training
 
 SPEC = TrainingSpec(
@@ -17,10 +17,10 @@ SPEC = TrainingSpec(
 )
 
 
-def after(status: Status, now: float, *quiet_s: float | None, spec: TrainingSpec = SPEC) -> Plan:
+def after(status: Status, now: float, *idle_s: float | None, spec: TrainingSpec = SPEC) -> Plan:
     ranks = [
-        ObservedRank(rank=rank, state="running", started_at=1.0, quiet_s=quiet)
-        for rank, quiet in enumerate(quiet_s)
+        ObservedRank(rank=rank, state="running", started_at=1.0, idle_s=quiet)
+        for rank, quiet in enumerate(idle_s)
     ]
     training = Training(namespace="n", uid="u", spec=spec, status=status)
     observation = Observation(
@@ -93,12 +93,12 @@ def test_looks_are_neither_rare_nor_too_many() -> None:
 def test_what_is_known_from_elsewhere_is_put_where_the_executor_saw_nothing() -> None:
     training = Training(namespace="n", uid="u", spec=SPEC)
     ranks = [
-        ObservedRank(rank=r, state="running", quiet_s=q) for r, q in enumerate([3.0, None, None])
+        ObservedRank(rank=r, state="running", idle_s=q) for r, q in enumerate([3.0, None, None])
     ]
-    observation = with_quiet(
+    observation = with_idle_times(
         training, Observation(ranks=ranks, again_in_s=100.0), {0: 50.0, 1: 60.0}
     )
-    assert [observed_rank.quiet_s for observed_rank in observation.ranks] == [3.0, 60.0, None]
+    assert [observed_rank.idle_s for observed_rank in observation.ranks] == [3.0, 60.0, None]
     assert observation.again_in_s == 2.5, "it is looked at again before stall_s has passed"
     unasked = replace(training, spec=replace(SPEC, stall_s=None))
-    assert with_quiet(unasked, Observation(ranks=ranks), {1: 60.0}).ranks == ranks
+    assert with_idle_times(unasked, Observation(ranks=ranks), {1: 60.0}).ranks == ranks

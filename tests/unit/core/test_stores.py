@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.core.stores import apart, missing_keys, store_uri
+from atoll.core.stores import missing_keys, own_keys_only, store_uri
 from atoll.sdk.options import spec_of
 
 
@@ -66,5 +66,5 @@ def test_keys_that_a_store_asks_for(
 
 def test_keys_of_two_accounts_are_not_mixed() -> None:
     inherited = {"AWS_SESSION_TOKEN": "old", "AWS_REGION": "us", "HOME": "/h", "GOOGLE_X": "1"}
-    assert apart(inherited, AWS) == {"HOME": "/h", "GOOGLE_X": "1"}
-    assert apart(inherited, {"AWS_REGION": "eu"}) == inherited
+    assert own_keys_only(inherited, AWS) == {"HOME": "/h", "GOOGLE_X": "1"}
+    assert own_keys_only(inherited, {"AWS_REGION": "eu"}) == inherited

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from atoll.core.clock import Now
 from atoll.core.plan import plan
-from atoll.core.rounds import KeptRound, RankRounds, RoundFacts, summary_of, with_rounds
+from atoll.core.rounds import RankRounds, RoundFacts, StoredRound, summary_of, with_rounds
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import (
     DesiredState,
@@ -122,7 +122,7 @@ def test_warnings_are_bounded() -> None:
 def test_the_words_of_rounds_name_ranks_of_the_training_that_were_not_in_the_newest() -> None:
     facts = RoundFacts(run="r", round=9, members=[0, 2], at=5.0)
     counts = [RankRounds(rank=rank, rounds=10, last=9) for rank in (0, 2)]
-    summary = summary_of("r", [KeptRound(seen=facts)], 0.0, None, ranks=counts)
+    summary = summary_of("r", [StoredRound(observed=facts)], 0.0, None, ranks=counts)
     assert summary is not None
     now = training()
 

@@ -10,19 +10,19 @@ import pytest
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.team import Solo
-from atoll.diloco.blobs import Blob, Blobs
 from atoll.diloco.claim import RunClaim, claim_run
 from atoll.diloco.replica_config import RunHome
+from atoll.objectstore import ObjectInfo, ObjectStore
 
 
-class Store(Blobs):
+class Store(ObjectStore):
     """Calls `before` each time that somebody looks."""
 
     before: Callable[[], None] = staticmethod(lambda: None)
 
-    def find(self, prefix: str, after: str | None = None) -> list[Blob]:
+    def list(self, prefix: str, after: str | None = None) -> list[ObjectInfo]:
         self.before()
-        return super().find(prefix, after)
+        return super().list(prefix, after)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store() -> Store:
     return opened
 
 
-def claim(store: Blobs, launch: str = "b", rank: int = 0) -> RunClaim:
+def claim(store: ObjectStore, launch: str = "b", rank: int = 0) -> RunClaim:
     ticks = count()
     one = RunClaim(store, "exp", launch, rank, f"training-{launch}")
     # A second of the clock for each look, and no time in between.
@@ -40,8 +40,8 @@ def claim(store: Blobs, launch: str = "b", rank: int = 0) -> RunClaim:
     return one
 
 
-def marks(store: Blobs) -> list[str]:
-    return [blob.key for blob in Blobs.find(store, "exp/live")]
+def marks(store: ObjectStore) -> list[str]:
+    return [blob.key for blob in ObjectStore.list(store, "exp/live")]
 
 
 def test_a_run_that_is_free_is_taken_and_given_back(store: Store) -> None:

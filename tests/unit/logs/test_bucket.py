@@ -31,9 +31,9 @@ def write(uri: str, attempt: int, text: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-def lines(logs: ObjectLogs, places: dict[int, int] | None = None) -> list[LogLine]:
+def lines(logs: ObjectLogs, offsets: dict[int, int] | None = None) -> list[LogLine]:
     async def read() -> list[LogLine]:
-        return [line async for line in logs.lines(places or {}, None)]
+        return [line async for line in logs.lines(offsets or {}, None)]
 
     return asyncio.run(read())
 
@@ -61,8 +61,8 @@ def test_attempts_follow_each_other_and_places_lead_back(uri: str) -> None:
         place = line.at  # type: ignore[attr-defined]
         assert [each.text for each in lines(logs, {0: place})] == texts[at + 1 :]
     for tail in range(1, 6):
-        places = asyncio.run(logs.places(tail))
-        assert [each.text for each in lines(logs, places)] == texts[-tail:]
+        offsets = asyncio.run(logs.offsets(tail))
+        assert [each.text for each in lines(logs, offsets)] == texts[-tail:]
 
 
 def test_a_piece_is_read_back_by_its_name() -> None:
@@ -74,7 +74,7 @@ def test_a_piece_is_read_back_by_its_name() -> None:
 
 def test_a_rank_without_a_log_has_no_lines(uri: str) -> None:
     logs = ObjectLogs(lambda rank: Objects.open(f"{uri}/{rank}"), [0])
-    assert asyncio.run(logs.places(3)) == {}
+    assert asyncio.run(logs.offsets(3)) == {}
     assert lines(logs) == []
 
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from atoll.core.status import LogLine, PlacedLine
-from atoll.logs.files import read_lines, tail_places
+from atoll.core.status import LogLine, OffsetLine
+from atoll.logs.files import read_lines, tail_offsets
 from atoll.logs.segments import LogWriter
 
 
@@ -44,7 +44,7 @@ def test_a_reader_that_comes_back_goes_on_inside_the_bar(tmp_path: Path) -> None
         followed = Followed(tmp_path)
         followed.log.write(b"\r10%\r20%\r30%")
         seen = await asyncio.wait_for(anext(followed.lines), 30)
-        assert isinstance(seen, PlacedLine)
+        assert isinstance(seen, OffsetLine)
         followed.log.close()
         again = read_lines(tmp_path, {0: seen.at}, ranks=None, follow=None)
         assert [line.text async for line in again] == ["30%"]
@@ -64,9 +64,9 @@ def test_a_line_of_another_system_is_not_cut_before_its_end(tmp_path: Path) -> N
     asyncio.run(follow())
 
 
-def lines_of(folder: Path, places: dict[int, int]) -> list[str]:
+def lines_of(folder: Path, offsets: dict[int, int]) -> list[str]:
     async def read() -> list[str]:
-        return [line.text async for line in read_lines(folder, places, ranks=None, follow=None)]
+        return [line.text async for line in read_lines(folder, offsets, ranks=None, follow=None)]
 
     return asyncio.run(read())
 
@@ -83,9 +83,9 @@ def test_a_log_of_which_much_was_dropped_says_so_and_starts_at_a_line(tmp_path: 
     assert told.startswith(f"[atoll: {dropped:,} bytes of this log were dropped here")
     kept = sum(len(line) + 1 for line in rest)
     assert 60_000 <= kept <= 80_000
-    assert lines_of(tmp_path, tail_places(tmp_path, None, 3)) == written[-3:]
-    assert lines_of(tmp_path, tail_places(tmp_path, None, 10**6)) == [told, *rest]
-    assert lines_of(tmp_path, tail_places(tmp_path, None, 0)) == []
+    assert lines_of(tmp_path, tail_offsets(tmp_path, None, 3)) == written[-3:]
+    assert lines_of(tmp_path, tail_offsets(tmp_path, None, 10**6)) == [told, *rest]
+    assert lines_of(tmp_path, tail_offsets(tmp_path, None, 0)) == []
 
 
 def test_a_reader_that_fell_behind_is_told_what_it_missed(tmp_path: Path) -> None:

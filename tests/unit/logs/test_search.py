@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.core.status import LogHit
+from atoll.core.status import LogMatch
 from atoll.logs import search
 from atoll.logs.search import LogSearch, lines_around
 from atoll.logs.segments import LogWriter, read_log
@@ -18,7 +18,7 @@ def log(folder: Path, data: bytes, kept_bytes: int | None = None, step: int = 50
     writer.close()
 
 
-def hits(search: LogSearch, step_bytes: int = 1 << 20) -> list[LogHit]:
+def hits(search: LogSearch, step_bytes: int = 1 << 20) -> list[LogMatch]:
     found = []
     while (step := search.step(step_bytes)) is not None:
         found += step
@@ -40,7 +40,7 @@ def test_every_line_is_found_once_with_its_place(tmp_path: Path) -> None:
     blind = hits(LogSearch(tmp_path, "LOSS", ranks=[0], is_case_blind=True))
     assert [hit.text for hit in blind] == ["Loss 1", "loss 2 loss", "end loss"]
     assert hits(LogSearch(tmp_path, "none")) == []
-    later = LogSearch(tmp_path, "loss", places={0: found[0].at or 0, 1: 99})
+    later = LogSearch(tmp_path, "loss", offsets={0: found[0].at or 0, 1: 99})
     assert [hit.text for hit in hits(later)] == ["end loss"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from atoll.core.status import LogLine
 from atoll.logs import times
-from atoll.logs.files import amerged, read_lines, since_places
+from atoll.logs.files import amerged, offsets_since, read_lines
 from atoll.logs.segments import LogWriter, segments
 from atoll.logs.times import times_path
 
@@ -17,9 +17,9 @@ class Clock:
         return self.now
 
 
-def read(folder: Path, places: dict[int, int] | None = None) -> list[LogLine]:
+def read(folder: Path, offsets: dict[int, int] | None = None) -> list[LogLine]:
     async def all_lines() -> list[LogLine]:
-        return [line async for line in read_lines(folder, places or {}, ranks=None, follow=None)]
+        return [line async for line in read_lines(folder, offsets or {}, ranks=None, follow=None)]
 
     return asyncio.run(all_lines())
 
@@ -65,7 +65,7 @@ def test_a_log_without_times_is_read_rank_by_rank(tmp_path: Path) -> None:
         (1, "x", None),
         (1, "y", None),
     ]
-    assert read(tmp_path, since_places(tmp_path, None, 0.0)) == []
+    assert read(tmp_path, offsets_since(tmp_path, None, 0.0)) == []
 
 
 def test_a_log_that_an_older_release_began_has_times_from_then_on(tmp_path: Path) -> None:
@@ -93,15 +93,15 @@ def test_since_a_time_begins_at_the_line_that_ended_then(tmp_path: Path) -> None
         tmp_path / "0", [(1.0, b"one\nhal"), (2.0, b"f\nthree\n"), (3.0, b"four\n")], kept_bytes=80
     )
     for since, first in ((0.0, "one"), (1.5, "half"), (2.0, "half"), (2.5, "four")):
-        assert read(tmp_path, since_places(tmp_path, None, since))[0].text == first
-    assert read(tmp_path, since_places(tmp_path, None, 3.1)) == []
+        assert read(tmp_path, offsets_since(tmp_path, None, since))[0].text == first
+    assert read(tmp_path, offsets_since(tmp_path, None, 3.1)) == []
 
 
 def test_few_files_are_open_however_many_ranks_there_are(tmp_path: Path) -> None:
     logs = [LogWriter(tmp_path / str(rank), clock=Clock()) for rank in range(40)]
     for log in logs:
         log.write(b"x\n")
-    assert len(times._open) <= times.MOST_OPEN
+    assert len(times._open) <= times.MAX_OPEN
     for log in logs:
         log.close()
     assert not [path for path in times._open if tmp_path in path.parents]

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.mesh import MeshState
-from atoll.mesh.reach import NAMED, PAIRS_SHOWN, Fabric, HostRoster, ReachReport
+from atoll.mesh.reach import MAX_NAMED, MAX_PAIRS, Fabric, Membership, ReachReport
 
 
-def roster(n: int, version: int = 1) -> HostRoster:
-    return HostRoster(
+def membership(n: int, version: int = 1) -> Membership:
+    return Membership(
         version=version, addresses={f"h{at}": ("10.0.0.1", 1000 + at) for at in range(n)}
     )
 
@@ -19,10 +19,10 @@ def report(host: int, n: int, missing: list[int], version: int = 1) -> ReachRepo
     names = sorted(f"h{peer}" for peer in missing)
     return ReachReport(
         host=f"h{host}",
-        roster=version,
+        membership=version,
         reached=n - 1 - len(names),
         unreached=len(names),
-        named=names[:NAMED],
+        named=names[:MAX_NAMED],
     )
 
 
@@ -35,7 +35,7 @@ def judged(fabric: Fabric, *, is_overdue: bool = False) -> tuple[MeshState, str]
 def test_ready_is_exactly_when_every_newest_report_misses_nobody(
     n: int, data: st.DataObject
 ) -> None:
-    fabric = Fabric(roster(n))
+    fabric = Fabric(membership(n))
     newest: dict[int, list[int]] = {}
     for host in data.draw(st.lists(st.integers(0, n - 1), max_size=30)):
         others = [peer for peer in range(n) if peer != host]
@@ -43,7 +43,7 @@ def test_ready_is_exactly_when_every_newest_report_misses_nobody(
         newest[host] = missing
         fabric.fold(report(host, n, missing))
     is_ready = len(newest) == n and not any(newest.values())
-    assert fabric.is_whole == is_ready
+    assert fabric.is_complete == is_ready
     state, message = judged(fabric)
     assert (state is MeshState.READY) == is_ready
     assert bool(message) != is_ready
@@ -53,13 +53,13 @@ def test_ready_is_exactly_when_every_newest_report_misses_nobody(
 
 
 def test_one_host_is_ready_with_its_first_word() -> None:
-    fabric = Fabric(roster(1))
+    fabric = Fabric(membership(1))
     fabric.fold(report(0, 1, []))
     assert judged(fabric) == (MeshState.READY, "")
 
 
 def test_a_pair_is_named_once_and_one_way_failures_as_such() -> None:
-    fabric = Fabric(roster(4))
+    fabric = Fabric(membership(4))
     fabric.fold(report(0, 4, [1]))
     fabric.fold(report(1, 4, [0, 2]))
     fabric.fold(report(2, 4, []))
@@ -67,30 +67,30 @@ def test_a_pair_is_named_once_and_one_way_failures_as_such() -> None:
 
 
 def test_reports_on_another_roster_or_from_strangers_do_not_count() -> None:
-    fabric = Fabric(roster(2, version=2))
+    fabric = Fabric(membership(2, version=2))
     fabric.fold(report(0, 2, [], version=1))
     fabric.fold(report(7, 2, [], version=2))
     assert judged(fabric)[1] == "no word from h0, h1"
 
 
 def test_a_newer_roster_starts_anew_and_an_older_one_is_ignored() -> None:
-    fabric = Fabric(roster(1))
+    fabric = Fabric(membership(1))
     fabric.fold(report(0, 1, []))
-    fabric.enlist(roster(2, version=2))
+    fabric.enlist(membership(2, version=2))
     assert judged(fabric)[0] is MeshState.PENDING
-    fabric.enlist(roster(1, version=1))
+    fabric.enlist(membership(1, version=1))
     assert judged(fabric)[1] == "no word from h0, h1"
 
 
 def test_a_thousand_hosts_in_two_halves_make_a_short_message() -> None:
     n = 1000
-    fabric = Fabric(roster(n))
+    fabric = Fabric(membership(n))
     for host in range(n):
         fabric.fold(report(host, n, [peer for peer in range(n) if (peer < 500) != (host < 500)]))
     message = judged(fabric, is_overdue=True)[1]
     assert len(message) < 400
     assert "more" in message
-    assert message.count("->") <= PAIRS_SHOWN
+    assert message.count("->") <= MAX_PAIRS
 
 
 def test_hosts_that_never_came_are_named() -> None:

@@ -16,14 +16,14 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.metrics.collect import Collector, FolderReader
 from atoll.metrics.series import COUNT
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.rounds.follow import RoundFollower
-from atoll.rounds.permit import Whose
+from atoll.rounds.permit import StoreAccess
 from atoll.store.memory import MemoryStore
 
 
-def line(n: int, life: str = "a") -> bytes:
-    return batch_of(Teller(0, 1, 0, life), n, {"loss": [[1.0, n, 0.5]]}, 0)
+def line(n: int, source: str = "a") -> bytes:
+    return batch_of(Teller(0, 1, 0, source), n, {"loss": [[1.0, n, 0.5]]}, 0)
 
 
 SPEC = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))
@@ -33,71 +33,71 @@ def training(phase: Phase) -> Training:
     return Training(namespace="n", uid="u", spec=SPEC, status=Status(phase=phase))
 
 
-def total(keeper: SeriesKeeper) -> int:
-    return int(sum(sum(one.series.columns[COUNT]) for one in keeper.series("u")))
+def total(metric_store: MetricStore) -> int:
+    return int(sum(sum(one.series.columns[COUNT]) for one in metric_store.series("u")))
 
 
 def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:
-    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
     file = folder / "0.1.0.a.000000"
     whole = line(1) + line(2)
     file.write_bytes(whole[:-5])
     reader = FolderReader("u", folder)
-    reader.read(keeper)
-    assert total(keeper) == 1
+    reader.read(metric_store)
+    assert total(metric_store) == 1
     file.write_bytes(whole)
-    reader.read(keeper)
-    assert total(keeper) == 2
+    reader.read(metric_store)
+    assert total(metric_store) == 2
 
 
 def test_files_that_were_read_and_have_a_successor_are_removed(tmp_path: Path) -> None:
-    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
     for number in range(3):
         (folder / f"0.1.0.a.{number:06d}").write_bytes(line(number + 1))
     (folder / "0.2.0.b.000000").write_bytes(line(1, "b"))
-    FolderReader("u", folder).read(keeper)
+    FolderReader("u", folder).read(metric_store)
     assert sorted(path.name for path in folder.iterdir()) == ["0.1.0.a.000002", "0.2.0.b.000000"]
-    assert total(keeper) == 4
+    assert total(metric_store) == 4
 
 
 def test_another_reader_counts_nothing_twice(tmp_path: Path) -> None:
-    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
     (folder / "0.1.0.a.000000").write_bytes(line(1) + line(2))
-    FolderReader("u", folder).read(keeper)
-    FolderReader("u", folder).read(SeriesKeeper(tmp_path / "db"))
-    assert total(SeriesKeeper(tmp_path / "db")) == 2
+    FolderReader("u", folder).read(metric_store)
+    FolderReader("u", folder).read(MetricStore(tmp_path / "db"))
+    assert total(MetricStore(tmp_path / "db")) == 2
 
 
 def test_a_line_that_is_no_report_hides_no_other(tmp_path: Path) -> None:
-    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
     (folder / "0.1.0.a.000000").write_bytes(line(1) + b"no report\n" + line(2))
-    FolderReader("u", folder).read(keeper)
-    assert total(keeper) == 2
+    FolderReader("u", folder).read(metric_store)
+    assert total(metric_store) == 2
 
 
 def test_a_folder_that_is_not_there_yet_is_no_trouble(tmp_path: Path) -> None:
-    assert FolderReader("u", tmp_path / "none").read(SeriesKeeper(tmp_path / "db")) is False
+    assert FolderReader("u", tmp_path / "none").read(MetricStore(tmp_path / "db")) is False
 
 
 def test_whoever_asks_has_what_was_written_by_then(tmp_path: Path) -> None:
     """Ranks have ended, and nobody has looked since."""
-    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
     (folder / "0.1.0.a.000000").write_bytes(line(1))
-    Collector(keeper, lambda _: folder.as_uri())
-    assert keeper.catch_up is not None
-    asyncio.run(keeper.catch_up(training(Phase.READY)))
-    assert total(keeper) == 1
+    Collector(metric_store, lambda _: folder.as_uri())
+    assert metric_store.catch_up is not None
+    asyncio.run(metric_store.catch_up(training(Phase.READY)))
+    assert total(metric_store) == 1
     (folder / "0.1.0.a.000000").write_bytes(line(1) + line(2))
-    asyncio.run(keeper.catch_up(training(Phase.SUCCEEDED)))
-    assert total(keeper) == 2
+    asyncio.run(metric_store.catch_up(training(Phase.SUCCEEDED)))
+    assert total(metric_store) == 2
     assert not folder.exists(), "it was read to its end"
-    asyncio.run(keeper.catch_up(training(Phase.SUCCEEDED)))
-    assert total(keeper) == 2
+    asyncio.run(metric_store.catch_up(training(Phase.SUCCEEDED)))
+    assert total(metric_store) == 2
 
 
 def test_what_is_kept_of_a_removed_training_goes_once_the_file_can_be_written(
@@ -106,27 +106,29 @@ def test_what_is_kept_of_a_removed_training_goes_once_the_file_can_be_written(
     """Somebody has the file locked while a training is removed: the others are read on."""
 
     async def main() -> None:
-        keeper, store = SeriesKeeper(tmp_path / "db"), MemoryStore()
+        metric_store, store = MetricStore(tmp_path / "db"), MemoryStore()
         folder = tmp_path / "figures"
         folder.mkdir()
         stays, goes = [
             await store.create(replace(one, uid=uid, spec=replace(SPEC, name=uid)))
             for one, uid in zip([training(Phase.READY)] * 2, "uv", strict=True)
         ]
-        keeper.take("v", [line(1)])
-        collector = Collector(keeper, lambda one: folder.as_uri() if one.uid == stays.uid else "")
+        metric_store.take("v", [line(1)])
+        collector = Collector(
+            metric_store, lambda one: folder.as_uri() if one.uid == stays.uid else ""
+        )
         other = sqlite3.connect(tmp_path / "db", isolation_level=None)
         informer = Informer(store)
         running = asyncio.gather(informer.run(), collector.run(informer))
         try:
             (folder / "0.1.0.a.000000").write_bytes(line(1))
-            await until(lambda: total(keeper) == 1)
+            await until(lambda: total(metric_store) == 1)
             other.execute("begin immediate")
             await store.remove(goes)
-            await until(lambda: "locked" in keeper.trouble)
+            await until(lambda: "locked" in metric_store.trouble)
             other.execute("rollback")
             (folder / "0.1.0.b.000000").write_bytes(line(1, "b"))
-            await until(lambda: total(keeper) == 2 and keeper.uids() == {"u"})
+            await until(lambda: total(metric_store) == 2 and metric_store.uids() == {"u"})
             assert not running.done()
         finally:
             running.cancel()
@@ -138,18 +140,20 @@ def test_what_is_kept_of_a_removed_training_goes_once_the_file_can_be_written(
 def test_rounds_are_followed_on_though_the_end_of_a_training_could_not_be_noted(
     tmp_path: Path,
 ) -> None:
-    keeper = SeriesKeeper(tmp_path / "db")
-    follower = RoundFollower(keeper.rounds, lambda one: Whose("local", "", is_alone=False))
+    metric_store = MetricStore(tmp_path / "db")
+    follower = RoundFollower(
+        metric_store.rounds, lambda one: StoreAccess("local", "", is_exclusive=False)
+    )
     over = training(Phase.SUCCEEDED)
     follower.note(over)
     (followed,) = follower._followed.values()
     other = sqlite3.connect(tmp_path / "db", isolation_level=None)
     other.execute("begin immediate")
-    follower.look(followed)  # does not raise
-    assert not keeper.rounds.is_finished("u")
+    follower.observe(followed)  # does not raise
+    assert not metric_store.rounds.is_finished("u")
     other.close()
-    follower.look(followed)
-    assert keeper.rounds.is_finished("u")
+    follower.observe(followed)
+    assert metric_store.rounds.is_finished("u")
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -13,15 +13,15 @@ import pytest
 from atoll.agent.metrics import Teller, batch_of
 from atoll.core.errors import Temporary
 from atoll.metrics.series import COUNT
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 
 
 def line(n: int) -> bytes:
     return batch_of(Teller(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0)
 
 
-def total(keeper: SeriesKeeper, uid: str = "u") -> int:
-    return int(sum(sum(one.series.columns[COUNT]) for one in keeper.series(uid)))
+def total(metric_store: MetricStore, uid: str = "u") -> int:
+    return int(sum(sum(one.series.columns[COUNT]) for one in metric_store.series(uid)))
 
 
 def garbage(path: Path) -> None:
@@ -67,12 +67,12 @@ def test_a_damaged_file_is_put_aside_and_an_empty_one_is_used(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "series.db"
-    keeper = SeriesKeeper(path)
+    metric_store = MetricStore(path)
     for uid in range(200):
-        keeper.take(str(uid), [line(1)])
-    keeper.close()
+        metric_store.take(str(uid), [line(1)])
+    metric_store.close()
     damage(path)
-    again = SeriesKeeper(path)
+    again = MetricStore(path)
     for _ in range(3):  # what is only found when it is read is put aside then
         try:
             again.uids()
@@ -85,57 +85,57 @@ def test_a_damaged_file_is_put_aside_and_an_empty_one_is_used(
     assert str(aside(path)[0]) in note
     assert str(aside(path)[0]) in caplog.text
     again.close()
-    assert total(SeriesKeeper(path)) == 1
+    assert total(MetricStore(path)) == 1
 
 
 def test_what_is_in_memory_survives_damage_while_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "series.db"
-    keeper = SeriesKeeper(path)
-    keeper.take("u", [line(n) for n in range(1, 6)])
+    metric_store = MetricStore(path)
+    metric_store.take("u", [line(n) for n in range(1, 6)])
     with sqlite3.connect(path) as other:
         other.execute("pragma wal_checkpoint(truncate)")
     garbage(path)
-    fill = (keeper.take(f"other-{uid}", [line(1)]) for uid in range(1000))
+    fill = (metric_store.take(f"other-{uid}", [line(1)]) for uid in range(1000))
     with pytest.raises(Temporary, match="metrics"):  # once it reads what SQLite has not in memory
         sum(fill)
     assert aside(path)
-    keeper.take("u", [line(6)])
-    assert total(keeper) == 6
-    assert keeper.trouble == ""
-    keeper.close()
-    assert total(SeriesKeeper(path)) == 6
+    metric_store.take("u", [line(6)])
+    assert total(metric_store) == 6
+    assert metric_store.trouble == ""
+    metric_store.close()
+    assert total(MetricStore(path)) == 6
 
 
 @pytest.mark.parametrize("what", ["deleted", "replaced", "log deleted"])
 def test_a_file_that_goes_while_it_is_used_is_written_again(tmp_path: Path, what: str) -> None:
     path = tmp_path / "series.db"
-    keeper = SeriesKeeper(path)
-    keeper.take("u", [line(1), line(2)])
-    keeper.check()
+    metric_store = MetricStore(path)
+    metric_store.take("u", [line(1), line(2)])
+    metric_store.check()
     if what == "replaced":
         shutil.copy(path, tmp_path / "copy")
         (tmp_path / "copy").replace(path)
     else:
         Path(f"{path}-wal" if what == "log deleted" else path).unlink()
-    keeper.check()
-    keeper.take("u", [line(3)])
-    keeper.close()
-    assert total(SeriesKeeper(path)) == 3
-    assert "was deleted or replaced" in keeper.notes[0]
+    metric_store.check()
+    metric_store.take("u", [line(3)])
+    metric_store.close()
+    assert total(MetricStore(path)) == 3
+    assert "was deleted or replaced" in metric_store.notes[0]
 
 
 def test_a_file_that_somebody_has_locked_is_not_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "series.db"
-    keeper = SeriesKeeper(path)
-    keeper.take("u", [line(1)])
+    metric_store = MetricStore(path)
+    metric_store.take("u", [line(1)])
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("begin immediate")
     with pytest.raises(Temporary, match="locked"):
-        keeper.take("u", [line(2)])
-    assert "locked" in keeper.trouble
-    assert SeriesKeeper(path).uids() == {"u"}  # it starts meanwhile
+        metric_store.take("u", [line(2)])
+    assert "locked" in metric_store.trouble
+    assert MetricStore(path).uids() == {"u"}  # it starts meanwhile
     other.close()
-    keeper.check()
-    assert keeper.trouble == ""
-    keeper.take("u", [line(2)])
-    assert (total(keeper), aside(path)) == (2, [])
+    metric_store.check()
+    assert metric_store.trouble == ""
+    metric_store.take("u", [line(2)])
+    assert (total(metric_store), aside(path)) == (2, [])

@@ -7,73 +7,73 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
-from atoll.metrics.file import SeriesFile
-from atoll.metrics.store import SeriesKeeper
+from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
+from atoll.metrics.file import MetricFile
+from atoll.metrics.store import MetricStore
 
 
 def facts(number: int, *members: int, **rest: object) -> RoundFacts:
     return RoundFacts(run="r", round=number, members=list(members), at=float(number), **rest)  # type: ignore[arg-type]
 
 
-def counts(keeper: SeriesKeeper) -> dict[int, int]:
-    summary = keeper.rounds.summary("u")
+def counts(metric_store: MetricStore) -> dict[int, int]:
+    summary = metric_store.rounds.summary("u")
     assert summary is not None
     return {each.rank: each.rounds for each in summary.ranks}
 
 
-def word(number: int, rank: int, *warnings: str) -> RoundWord:
+def word(number: int, rank: int, *warnings: str) -> ReportedRound:
     cost = RoundCost(rank, 0, 0, 0, 0.0, 0.0)
-    return RoundWord("r", 0, number, cost, warnings=list(warnings))
+    return ReportedRound("r", 0, number, cost, warnings=list(warnings))
 
 
 def test_rounds_of_each_rank_are_counted_however_often_they_are_told(tmp_path: Path) -> None:
-    keeper = SeriesKeeper(tmp_path / "series.db")
+    metric_store = MetricStore(tmp_path / "series.db")
     rounds = [facts(0, 0, 1), facts(1, 0), facts(2, 0, 2)]
     for _ in range(2):
-        keeper.rounds.add_seen("u", rounds, "r", 3)
-    assert counts(keeper) == {0: 3, 1: 1, 2: 1}
-    keeper.close()
-    again = SeriesKeeper(tmp_path / "series.db")
+        metric_store.rounds.add_manifests("u", rounds, "r", 3)
+    assert counts(metric_store) == {0: 3, 1: 1, 2: 1}
+    metric_store.close()
+    again = MetricStore(tmp_path / "series.db")
     assert counts(again) == {0: 3, 1: 1, 2: 1}
     again.close()
 
 
-def fail_in(file: SeriesFile, keeper: SeriesKeeper) -> None:
+def fail_in(file: MetricFile, metric_store: MetricStore) -> None:
     told = replace(word(1, 1), facts=facts(1, 1))
     with file, file.transaction():
-        keeper.rounds.add_words("u", [told])
+        metric_store.rounds.add_reports("u", [told])
         raise RuntimeError("no room")
 
 
 def test_what_was_rolled_back_does_not_count(tmp_path: Path) -> None:
-    keeper = SeriesKeeper(tmp_path / "series.db")
-    file = keeper.rounds._file
-    keeper.rounds.add_seen("u", [facts(0, 0, 1)], "r", 1)
+    metric_store = MetricStore(tmp_path / "series.db")
+    file = metric_store.rounds._file
+    metric_store.rounds.add_manifests("u", [facts(0, 0, 1)], "r", 1)
     with pytest.raises(RuntimeError, match="no room"):
-        fail_in(file, keeper)
-    keeper.rounds.add_seen("u", [facts(0, 0, 1), facts(1, 1)], "r", 2)
-    assert counts(keeper) == {0: 1, 1: 2}
-    keeper.close()
+        fail_in(file, metric_store)
+    metric_store.rounds.add_manifests("u", [facts(0, 0, 1), facts(1, 1)], "r", 2)
+    assert counts(metric_store) == {0: 1, 1: 2}
+    metric_store.close()
 
 
 def test_warnings_of_ranks_are_told_once_and_survive_a_restart(tmp_path: Path) -> None:
-    keeper = SeriesKeeper(tmp_path / "series.db")
+    metric_store = MetricStore(tmp_path / "series.db")
     news: list[str] = []
-    keeper.rounds.on_news = news.append
-    file = keeper.rounds._file
+    metric_store.rounds.on_news = news.append
+    file = metric_store.rounds._file
     for rank in (0, 1):
         with file, file.transaction():
-            keeper.rounds.add_words("u", [word(0, rank, "the same batches")])
-    observed = keeper.rounds.observed("u")
+            metric_store.rounds.add_reports("u", [word(0, rank, "the same batches")])
+    observed = metric_store.rounds.observed("u")
     assert observed is not None
     assert observed.warnings == ["the same batches"]
     assert news == ["u"]
-    keeper.rounds.add_seen("u", [facts(0, 0, 1, bad=[1])], "r", 1)
+    metric_store.rounds.add_manifests("u", [facts(0, 0, 1, bad=[1])], "r", 1)
     assert news == ["u", "u"]
-    keeper.close()
-    again = SeriesKeeper(tmp_path / "series.db")
-    again.rounds.add_seen("u", [facts(1, 0, 1)], "r", 2)
+    metric_store.close()
+    again = MetricStore(tmp_path / "series.db")
+    again.rounds.add_manifests("u", [facts(1, 0, 1)], "r", 2)
     found = again.rounds.observed("u")
     assert found is not None
     assert (found.warnings, found.bad) == (["the same batches"], {1: 0})

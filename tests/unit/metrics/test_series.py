@@ -13,9 +13,9 @@ from atoll.metrics.series import (
     ATTEMPT,
     BAD,
     COUNT,
-    LARGEST,
-    LEAST,
+    MAX,
     MEAN,
+    MIN,
     STEP,
     Series,
     point_of,
@@ -40,8 +40,8 @@ def test_whatever_is_merged_the_extremes_the_mean_and_the_count_stay(
     columns = series.columns
     assert len(series) <= most
     assert sum(columns[COUNT]) == len(values)
-    assert min(columns[LEAST]) == min(values)
-    assert max(columns[LARGEST]) == max(values)
+    assert min(columns[MIN]) == min(values)
+    assert max(columns[MAX]) == max(values)
     total = sum(mean * count for mean, count in zip(columns[MEAN], columns[COUNT], strict=True))
     assert total / len(values) == pytest.approx(math.fsum(values) / len(values), abs=1e-3)
     assert list(columns[STEP]) == sorted(columns[STEP])
@@ -53,7 +53,7 @@ def test_a_single_outlier_among_thousands_is_seen() -> None:
     values[5_003] = 99.0
     series = series_of(values, most=100)
     assert len(series) <= 100
-    assert max(series.columns[LARGEST]) == 99.0
+    assert max(series.columns[MAX]) == 99.0
 
 
 def test_steps_that_repeat_after_a_restart_are_told_apart_by_attempt() -> None:
@@ -91,7 +91,7 @@ def test_values_that_are_not_finite_are_counted_and_shown_and_hide_no_other() ->
 
 def test_a_series_is_the_same_after_it_was_packed() -> None:
     series = series_of([float(n) for n in range(100)], most=20)
-    again = Series.unpacked(series.packed())
+    again = Series.unpack(series.pack())
     assert again.columns == series.columns
     assert again.width == series.width
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from atoll.operator.front import LeaderFront
 from atoll.operator.run import serve_api
-from atoll.server.http.serving import listen
+from atoll.server.http.server import listen
 from atoll.server.http.streams import Streams
 
 
@@ -91,7 +91,7 @@ def test_open_streams_end_with_the_lead_so_that_clients_turn_to_the_next_leader(
             await asyncio.Event().wait()
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            chunks = streams.run(endless(), beat=b"", cut=b"cut")
+            chunks = streams.run(endless(), heartbeat=b"", cut=b"cut")
             await StreamingResponse(chunks)(scope, receive, send)
 
         front = LeaderFront()

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from atoll.backends.kubernetes.pod import Pod
 from atoll.controller.loop import Pass
 from atoll.core.errors import Permanent, Temporary
 from atoll.operator import run
@@ -36,7 +37,7 @@ class Passing:
         pass
 
     async def run(self) -> None:
-        self._executors["kubernetes"]._hosts.follow(("default", "a"), [NEAR])
+        self._executors["kubernetes"]._node_probes.follow(("default", "a"), [Pod(NEAR)])
         self._on_pass(Pass(("default", "a"), 0.0, 0.25))
         await asyncio.Event().wait()
 

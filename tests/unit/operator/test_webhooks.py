@@ -14,7 +14,7 @@ from atoll.backends.kubernetes.resource import with_events
 from atoll.core.errors import Temporary
 from atoll.core.status import Event
 from atoll.core.webhooks import Webhook
-from atoll.operator.webhooks import LOOK_BACK_S, WebhookEvents
+from atoll.operator.webhooks import EVENTS_BACK_S, WebhookEvents
 from tests.unit.operator.cluster import Objects
 
 Json = dict[str, Any]
@@ -97,8 +97,8 @@ def test_a_leader_with_another_file_tells_the_newest_events_with_the_same_ids(
     tmp_path: Path,
 ) -> None:
     first, second = (Life(Objects(), tmp_path / name) for name in ("one", "two"))
-    raw = happened(training(), "Old", ago_s=LOOK_BACK_S + 60)
-    raw = happened(raw, "Failed", ago_s=LOOK_BACK_S - 60)
+    raw = happened(training(), "Old", ago_s=EVENTS_BACK_S + 60)
+    raw = happened(raw, "Failed", ago_s=EVENTS_BACK_S - 60)
     for life in (first, second):
         life.events.note(raw)
     assert first.reasons() == ["Failed"]

@@ -15,7 +15,7 @@ from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
 from atoll.replicas.jobs import ScriptJobs, as_launch, training_of
-from atoll.replicas.shared import without_gang
+from atoll.replicas.plane import without_gang
 
 SPEC = TrainingSpec(
     name="replicas-1",

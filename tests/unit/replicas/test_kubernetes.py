@@ -336,10 +336,10 @@ def test_composers_arguments_reach_an_image_that_runs_the_entrypoint_of_replicas
 
 def test_replicas_are_given_no_way_to_each_other_unless_that_is_asked_for() -> None:
     for kind in (EKSExecutor, KubernetesExecutor):
-        apart, together = kind("train:1"), kind("train:1", rendezvous_backend="c10d")
-        assert apart.supports_inter_replica_network is False
+        own_keys_only, together = kind("train:1"), kind("train:1", rendezvous_backend="c10d")
+        assert own_keys_only.supports_inter_replica_network is False
         assert together.supports_inter_replica_network is True
-        for executor in (apart, together):
+        for executor in (own_keys_only, together):
             env = env_of(job_of(executor, entrypoint="package.train"))
             met = {name for name in env if name.startswith(("PET_", "MASTER_"))}
             assert bool(met) is (executor is together), met

@@ -27,7 +27,7 @@ from atoll.core.status import (
     Training,
 )
 from atoll.replicas import plane
-from atoll.replicas.shared import SharedBackend, StopCause
+from atoll.replicas.plane import SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaSurface, read_gpu
 
 
@@ -99,12 +99,12 @@ class FakeExecutor(Executor):
 
 class Library(ReplicaSurface):
     backend_name = "fake"
-    stop_grace_s = 0.5
+    _stop_grace_s = 0.5
 
     def __init__(self, executor: FakeExecutor) -> None:
         self.fake = executor
 
-    def make_executor(self) -> Executor:
+    def _make_backend(self) -> Executor:
         return self.fake
 
     def trainings(self) -> list[Training]:

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from atoll.core.phase import Phase
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
-from atoll.diloco.blobs import Blobs
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
+from atoll.objectstore import ObjectStore
 from atoll.rounds import follow
 from atoll.rounds.follow import FollowedTraining, RoundFollower
-from atoll.rounds.permit import Whose
+from atoll.rounds.permit import StoreAccess
 from tests.unit.rounds.test_manifests import decide, upload
 
 
@@ -33,37 +33,37 @@ def training(
 
 
 def round_in(folder: Path, number: int) -> None:
-    blobs = Blobs.open(folder)
+    blobs = ObjectStore.open(folder)
     decide(blobs, number, {0: upload(blobs, number, 0)}, [])
 
 
-def follower(tmp_path: Path, whose: Whose) -> RoundFollower:
-    return RoundFollower(SeriesKeeper(tmp_path / "db").rounds, lambda training: whose)
+def follower(tmp_path: Path, access: StoreAccess) -> RoundFollower:
+    return RoundFollower(MetricStore(tmp_path / "db").rounds, lambda training: access)
 
 
 def looked(it: RoundFollower, of: Training) -> FollowedTraining:
     it.note(of)
     followed = it._followed[of.uid]
     followed.training = of
-    it.look(followed)
+    it.observe(followed)
     return followed
 
 
 def test_what_is_new_is_kept_and_an_ended_training_is_looked_at_once_more(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    it = follower(tmp_path, Whose("local", store.as_uri()))
+    it = follower(tmp_path, StoreAccess("local", store.as_uri()))
     looked(it, training())
     assert not store.exists(), "a look makes nothing"
     round_in(store, 0)
     looked(it, training())
-    assert it._keeper.runs("u") == ["run"]
+    assert it._table.runs("u") == ["run"]
     round_in(store, 1)
     ended = replace(training(), status=Status(phase=Phase.SUCCEEDED))
     looked(it, ended)
-    assert len(it._keeper.rounds("u", "run")) == 2
+    assert len(it._table.rounds("u", "run")) == 2
     it.note(ended)
     assert it._followed == {}, "it was read to its end"
-    summary = it._keeper.summary("u")
+    summary = it._table.summary("u")
     assert summary is not None
     assert (summary.rounds, summary.source) == (2, "store")
 
@@ -77,36 +77,36 @@ def test_a_store_that_is_not_allowed_is_not_opened_and_that_is_said(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was opened")
 
-    monkeypatch.setattr(Blobs, "open", never)
-    it = follower(tmp_path, Whose("local", ""))
+    monkeypatch.setattr(ObjectStore, "open", never)
+    it = follower(tmp_path, StoreAccess("local", ""))
     looked(it, training(store.as_uri(), namespace="team-b"))
-    assert it._keeper.runs("u") == []
-    look = it._keeper.look("u")
-    assert look is not None
-    assert "own user" in look.why
+    assert it._table.runs("u") == []
+    observation = it._table.observation("u")
+    assert observation is not None
+    assert "own user" in observation.problem
 
 
 def test_in_a_store_that_trainings_share_only_its_own_run_is_read(tmp_path: Path) -> None:
     store = tmp_path / "runs"
     round_in(store, 0)  # the run is called "run"
-    it = follower(tmp_path, Whose("local", store.as_uri(), is_alone=False))
+    it = follower(tmp_path, StoreAccess("local", store.as_uri(), is_exclusive=False))
     looked(it, training(run_id="another"))
-    assert it._keeper.runs("u") == []
-    it = follower(tmp_path, Whose("local", store.as_uri(), is_alone=False))
+    assert it._table.runs("u") == []
+    it = follower(tmp_path, StoreAccess("local", store.as_uri(), is_exclusive=False))
     looked(it, training(run_id="run"))
-    assert it._keeper.runs("u") == ["run"]
+    assert it._table.runs("u") == ["run"]
 
 
 def test_a_store_that_cannot_be_read_is_told_of_and_asked_again_later(tmp_path: Path) -> None:
     store = tmp_path / "store"
     round_in(store, 0)
     (store / "run" / "manifest" / "00000000.0000").write_bytes(b"rubbish")
-    it = follower(tmp_path, Whose("local", store.as_uri()))
+    it = follower(tmp_path, StoreAccess("local", store.as_uri()))
     followed = looked(it, training())  # the first look leaves out what is damaged
-    it.look(followed)
-    look = it._keeper.look("u")
-    assert look is not None
-    assert "the store cannot be read" in look.why
+    it.observe(followed)
+    observation = it._table.observation("u")
+    assert observation is not None
+    assert "the store cannot be read" in observation.problem
     assert followed.pause_s > follow.FILES_EVERY_S
 
 
@@ -114,9 +114,9 @@ def test_another_control_plane_goes_on_where_this_one_was(tmp_path: Path) -> Non
     store = tmp_path / "store"
     for number in range(3):
         round_in(store, number)
-    looked(follower(tmp_path, Whose("local", store.as_uri())), training())
+    looked(follower(tmp_path, StoreAccess("local", store.as_uri())), training())
     round_in(store, 3)
-    again = follower(tmp_path, Whose("local", store.as_uri()))
+    again = follower(tmp_path, StoreAccess("local", store.as_uri()))
     followed = looked(again, training())
     assert followed.readers["run"].following == 4
-    assert len(again._keeper.rounds("u", "run")) == 4
+    assert len(again._table.rounds("u", "run")) == 4

@@ -14,36 +14,36 @@ from atoll.core.rounds import RoundFacts
 from atoll.diloco.allreduce import keys, past, wire
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest, Member
-from atoll.diloco.blobs import Blob, Blobs
+from atoll.objectstore import ObjectInfo, ObjectStore
 from atoll.rounds.manifests import RunReader
 
 KEYS = Keys("run")
 
 
-class CountedBlobs(Blobs):
+class CountedStore(ObjectStore):
     """Counts its LISTs and its reads."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(store, "memory")
         self.lists = self.gets = 0
 
-    def find(self, prefix: str, after: str | None = None) -> list[Blob]:
+    def list(self, prefix: str, after: str | None = None) -> list[ObjectInfo]:
         self.lists += 1
-        return super().find(prefix, after)
+        return super().list(prefix, after)
 
-    def get_dated(self, key: str, most: int) -> Any:
+    def get_with_time(self, key: str, *, max_bytes: int) -> Any:
         self.gets += 1
-        return super().get_dated(key, most)
+        return super().get_with_time(key, max_bytes=max_bytes)
 
 
-def upload(blobs: Blobs, number: int, rank: int, weight: float = 1.0, note: str = "") -> str:
+def upload(blobs: ObjectStore, number: int, rank: int, weight: float = 1.0, note: str = "") -> str:
     key = KEYS.upload(number, rank, f"{number * 100 + rank:016x}", weight, "0" * 16, note=note)
     blobs.put(key, b"x" * 10)
     return key
 
 
 def decide(
-    blobs: Blobs, number: int, uploads: dict[int, str], missing: list[int], attempt: int = 0
+    blobs: ObjectStore, number: int, uploads: dict[int, str], missing: list[int], attempt: int = 0
 ) -> Manifest:
     members = [Member(rank, key, float(rank + 1)) for rank, key in sorted(uploads.items())]
     manifest = Manifest("run", number, attempt, b"", members, [], [], missing, "me")
@@ -67,15 +67,15 @@ def test_what_is_shown_is_what_the_rosters_hold(seed: int, monkeypatch: pytest.M
     """1,000 rounds with ranks that die, come late and join; looks, restarts and folds between."""
     monkeypatch.setattr(keys, "BLOCK", 50)
     chance, store = random.Random(seed), MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     truth: dict[int, Manifest] = {}
     kept: dict[int, RoundFacts] = {}
     reader = RunReader(blobs, "run")
 
-    def look() -> None:
+    def observe() -> None:
         is_all = False
         while not is_all:
-            found = reader.look()
+            found = reader.observe()
             kept.update({facts.round: facts for facts in found.rounds})
             is_all = found.is_all
 
@@ -89,76 +89,76 @@ def test_what_is_shown_is_what_the_rosters_hold(seed: int, monkeypatch: pytest.M
         while chance.random() < 0.15:  # the attempt was given up
             attempt += 1
             if chance.random() < 0.5:
-                look()
+                observe()
             uploads = dict(list(uploads.items())[:1])
             truth[number] = decide(blobs, number, uploads, [], attempt)
         alive = set(uploads) or {0}
         number += 1
         if chance.random() < 0.3:
-            look()
+            observe()
         if chance.random() < 0.05:  # the control plane is killed, and knows what it has kept
             reader = RunReader(blobs, "run", reader.following)
         if chance.random() < 0.1:
             old = [
                 blob.key
-                for blob in blobs.find(KEYS.uploads())
+                for blob in blobs.list(KEYS.uploads())
                 if f"/{number - 1:08d}/" not in blob.key
             ]
             blobs.delete(old)
             past.fold(blobs, KEYS, max(0, number - 20))
-    look()
+    observe()
     assert [shown(kept[n]) for n in sorted(kept)] == [held(truth[n]) for n in sorted(truth)]
 
 
 def test_a_look_asks_for_one_list_and_few_objects() -> None:
     store: Any = MemoryStore()
-    blobs = CountedBlobs(store)
+    blobs = CountedStore(store)
     for number in range(20):
         decide(blobs, number, {0: upload(blobs, number, 0)}, [])
     reader = RunReader(blobs, "run")
-    assert len(reader.look().rounds) == 20
+    assert len(reader.observe().rounds) == 20
     blobs.lists = blobs.gets = 0
-    assert reader.look().rounds == []
+    assert reader.observe().rounds == []
     assert (blobs.lists, blobs.gets) == (1, 2)
     decide(blobs, 20, {0: upload(blobs, 20, 0)}, [])
     blobs.lists = blobs.gets = 0
-    assert [facts.round for facts in reader.look().rounds] == [20]
+    assert [facts.round for facts in reader.observe().rounds] == [20]
     assert blobs.lists == 1
     assert blobs.gets <= 5
 
 
 def test_late_and_missing_are_told_apart_by_what_arrives() -> None:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     reader = RunReader(blobs, "run")
     decide(blobs, 0, {rank: upload(blobs, 0, rank) for rank in range(4)}, [])
     decide(blobs, 1, {0: upload(blobs, 1, 0), 1: upload(blobs, 1, 1)}, [2, 3])
-    first = {facts.round: facts for facts in reader.look().rounds}
+    first = {facts.round: facts for facts in reader.observe().rounds}
     assert (first[1].missing, first[1].late) == ([2, 3], [])
     assert first[1].sizes == [10, 10]
     upload(blobs, 1, 3)
-    (later,) = reader.look().rounds
+    (later,) = reader.observe().rounds
     assert (later.round, later.missing, later.late) == (1, [2, 3], [3])
 
 
 def test_who_is_waited_for_and_who_has_left_shows() -> None:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     decide(blobs, 0, {rank: upload(blobs, 0, rank) for rank in range(3)}, [])
     upload(blobs, 1, 0)
     blobs.put(KEYS.left("launch", 2, "left"), b"left")
-    look = RunReader(blobs, "run").look()
-    assert look.waiting is not None
-    assert (look.waiting.round, look.waiting.uploaded) == (1, [0])
-    assert look.left == {2: "left"}
+    observation = RunReader(blobs, "run").observe()
+    assert observation.waiting is not None
+    assert (observation.waiting.round, observation.waiting.uploaded) == (1, [0])
+    assert observation.departures == {2: "left"}
 
 
 def test_an_object_that_is_no_roster_is_told_of() -> None:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     decide(blobs, 0, {0: upload(blobs, 0, 0)}, [])
     reader = RunReader(blobs, "run")
-    reader.look()
+    reader.observe()
     blobs.put(KEYS.manifest(1, 0), b"rubbish")
     with pytest.raises(Permanent, match="is not a manifest"):
-        reader.look()
+        reader.observe()

@@ -7,7 +7,7 @@ import pytest
 from atoll.core.config import RoundStore
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.rounds.permit import Whose, covers, refusal
+from atoll.rounds.permit import StoreAccess, covers, refusal_reason
 
 STORES = [RoundStore(uri="s3://bucket/runs", namespaces=["team-a"])]
 
@@ -38,15 +38,15 @@ def training(namespace: str, uri: str) -> Training:
     ],
 )
 def test_only_what_was_allowed_is_read(namespace: str, uri: str, kind: str, expected: str) -> None:
-    words = refusal(training(namespace, uri), Whose(kind, ""), STORES, "default")
+    words = refusal_reason(training(namespace, uri), StoreAccess(kind, ""), STORES, "default")
     assert expected in words
     assert bool(expected) == bool(words)
 
 
 def test_the_store_that_the_executor_has_for_a_training_is_read() -> None:
     for kind, uri in (("local", "file:///state/u"), ("sagemaker", "s3://own/atoll-ranks/u")):
-        assert refusal(training("team-b", ""), Whose(kind, uri), (), "default") == ""
-    assert refusal(training("team-b", ""), Whose("kubernetes", ""), (), "default")
+        assert refusal_reason(training("team-b", ""), StoreAccess(kind, uri), (), "default") == ""
+    assert refusal_reason(training("team-b", ""), StoreAccess("kubernetes", ""), (), "default")
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from atoll.core.status import LogLine
 from atoll.logs.files import read_lines
 from atoll.logs.segments import LogWriter
 from atoll.sdk import logs
-from atoll.sdk.flows import Who
-from atoll.sdk.logs import Position
+from atoll.sdk.flows import TrainingRef
+from atoll.sdk.logs import LogPosition
 from atoll.sdk.wire import Wire
-from atoll.server.handlers.logs import read_places
+from atoll.server.handlers.logs import read_offsets
 
 # What each rank writes, in this order, each a second after the one before. Rank 2 has no times.
 WRITES = [
@@ -33,13 +33,13 @@ class Killed(Exception):
     pass
 
 
-def answer(folder: Path, places: Mapping[int, int], is_over: Callable[[], bool]) -> list[bytes]:
+def answer(folder: Path, offsets: Mapping[int, int], is_over: Callable[[], bool]) -> list[bytes]:
     """What a server sends that is asked to follow; `is_over` is called before each look."""
 
     async def read() -> list[bytes]:
         sent: list[bytes] = []
         with contextlib.suppress(Killed):
-            async for line in read_lines(folder, places, ranks=None, follow=is_over):
+            async for line in read_lines(folder, offsets, ranks=None, follow=is_over):
                 sent.append(encode(line) + b"\n")
         return sent
 
@@ -79,8 +79,8 @@ class DyingServer:
             if first is not None:
                 yield first
                 raise ConnectionResetError
-            places = read_places(params.get("places"))
-            yield from answer(self._folder, places, lambda: True)
+            offsets = read_offsets(params.get("offsets"))
+            yield from answer(self._folder, offsets, lambda: True)
 
         yield SimpleNamespace(status_code=200, iter_bytes=chunks)
 
@@ -96,7 +96,7 @@ def write(folder: Path, start: int, end: int) -> None:
 
 
 def follow(server: DyingServer) -> list[LogLine]:
-    position = Position(Who("a", "u"), None, None, follow=True)
+    position = LogPosition(TrainingRef("a", "u"), None, None, follow=True)
     return list(logs.lines(cast(Wire, server), position))
 
 

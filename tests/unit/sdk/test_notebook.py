@@ -44,8 +44,8 @@ class Handle:
 def shown(handle: Handle) -> list[tuple[str, str]]:
     drawn: list[tuple[str, str]] = []
 
-    def draw(training: Training, newest_metrics: object, remark: str) -> None:
-        drawn.append((training.status.phase.value, remark))
+    def draw(training: Training, newest_metrics: object, message: str) -> None:
+        drawn.append((training.status.phase.value, message))
 
     notebook.follow(handle, draw, 1.0, pause=lambda seconds: None)  # type: ignore[arg-type]
     return drawn
@@ -61,9 +61,9 @@ def test_it_is_shown_to_its_end_also_over_a_control_plane_that_was_away() -> Non
 
 
 def test_one_that_is_deleted_ends_the_display() -> None:
-    [(phase, remark)] = shown(Handle(NotFound("training", "run")))
+    [(phase, message)] = shown(Handle(NotFound("training", "run")))
     assert phase == "pending"
-    assert "deleted" in remark
+    assert "deleted" in message
 
 
 def test_outside_of_a_notebook_each_change_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

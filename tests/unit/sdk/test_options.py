@@ -119,7 +119,6 @@ def test_none_is_unset() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"comand": ["x"]}, "comand"),
     ({"world_size": WorldSize}, "world_size"),
     ({"world_size": 0}, "world_size.min"),
     ({"world_size": -1}, "world_size.min"),

@@ -20,7 +20,7 @@ from atoll.core.webhooks import (
     Webhook,
     WebhookConfig,
 )
-from atoll.server.deliver import Deliverer, is_public, load_webhooks, pinned, public_address
+from atoll.server.deliver import Deliverer, is_public, load_webhooks, pin_address, public_address
 from atoll.store.sqlite import SQLiteStore
 
 
@@ -62,12 +62,12 @@ def test_names_and_odd_spellings_of_this_machine_are_not(url: str) -> None:
 
 
 def test_the_address_that_was_checked_is_the_one_that_is_connected_to() -> None:
-    assert pinned("https://hook.example:8443/a?b=c", "2606:4700::1111") == (
+    assert pin_address("https://hook.example:8443/a?b=c", "2606:4700::1111") == (
         "https://[2606:4700::1111]:8443/a?b=c",
         "hook.example:8443",
         {"sni_hostname": "hook.example"},
     )
-    assert pinned("http://hook.example/a", "8.8.8.8")[0] == "http://8.8.8.8/a"
+    assert pin_address("http://hook.example/a", "8.8.8.8")[0] == "http://8.8.8.8/a"
 
 
 class Receiver:

@@ -59,7 +59,7 @@ def test_totals_are_right_after_each_change_and_a_removal() -> None:
 def test_a_namespace_has_gauges_of_its_trainings_and_no_more_than_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("atoll.server.gauges.MOST_TRAININGS", 2)
+    monkeypatch.setattr("atoll.server.gauges.MAX_TRAININGS", 2)
 
     async def check() -> None:
         store = MemoryStore()

@@ -160,8 +160,8 @@ def _headers(config: Any) -> dict[str, str]:
     }
     user, password = getattr(config, "username", None), getattr(config, "password", None)
     if user and "authorization" not in headers:
-        words = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
-        headers["authorization"] = f"Basic {words}"
+        text = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
+        headers["authorization"] = f"Basic {text}"
     return headers
 
 

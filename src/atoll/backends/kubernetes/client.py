@@ -24,7 +24,6 @@ from lightkube.core.exceptions import ConfigError
 
 from atoll.backends.kubernetes.access import Access, no_credentials, read_access
 from atoll.backends.kubernetes.pod import PodManifest, share_parts
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -36,6 +35,7 @@ from atoll.core.errors import (
     Temporary,
 )
 from atoll.core.lines import alines_of
+from atoll.core.model import json_decoder
 
 Json = dict[str, Any]
 
@@ -409,7 +409,7 @@ class Cluster:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:
             raise no_credentials(error) from error
-        self.time.hear(answer.headers.get("Date"))
+        self.time.update(answer.headers.get("Date"))
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
         return answer
@@ -422,7 +422,7 @@ class Cluster:
         self.requests[verb, kind] += 1
         try:
             async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
-                self.time.hear(answer.headers.get("Date"))
+                self.time.update(answer.headers.get("Date"))
                 if answer.is_error:
                     await answer.aread()
                     raise _error(_status(answer), answer.status_code, kind)
@@ -508,7 +508,7 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return Gone(0, 0)
     if code in (401, 403):
         return _hinted(Denied(f"Kubernetes refused: {text}"), MAY_I)
-    if code == 413 or any(words in text for words in TOO_LARGE):
+    if code == 413 or any(marker in text for marker in TOO_LARGE):
         return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
@@ -528,12 +528,12 @@ def _unreachable(error: httpx2.HTTPError) -> Temporary:
 
 def _nanosecond(text: str) -> int:
     """Nanoseconds since the epoch of an RFC 3339 time with any number of fraction digits."""
-    second, point, rest = text.partition(".")
+    second, point, remainder = text.partition(".")
     if not point:
         return int(datetime.fromisoformat(text).timestamp()) * 10**9
-    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-    whole = int(datetime.fromisoformat(second + rest[len(digits) :]).timestamp())
-    return whole * 10**9 + int(digits.ljust(9, "0")[:9])
+    digits = remainder[: len(remainder) - len(remainder.lstrip("0123456789"))]
+    seconds = int(datetime.fromisoformat(second + remainder[len(digits) :]).timestamp())
+    return seconds * 10**9 + int(digits.ljust(9, "0")[:9])
 
 
 STEP_S = 5.0  # a server whose clock was set back by more is believed
@@ -554,7 +554,7 @@ class ServerTime:
     def __call__(self) -> float:
         return self._wall() if self._ahead_s is None else self._monotonic() + self._ahead_s
 
-    def hear(self, date: str | None) -> None:
+    def update(self, date: str | None) -> None:
         """Takes a date of whole seconds, cut off, that was some time on its way.
 
         So each is too early by up to a second and more, and the latest is the best.

@@ -68,7 +68,7 @@ def render_code_mounts() -> list[Json]:
     ]
 
 
-def code_place(code: Code | None) -> CodePlace | None:
+def code_layout(code: Code | None) -> CodePlace | None:
     if code is None:
         return None
     return CodePlace(f"{REPORT_DIR}/{UNPACK}", ARCHIVE_DIR, f"{CODE_DIR}/{code.digest[:12]}")

@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.followups import PatchJob
 from atoll.backends.kubernetes.names import BENCH, ETCD, PART, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.patch import is_held, render_unhold
+from atoll.backends.kubernetes.patch import is_blocked, render_unblock
 from atoll.backends.kubernetes.placement import affinity, node_selector, ranks_of, tolerations
 from atoll.backends.kubernetes.pod import BROKEN, HOPELESS, Pod, when
 from atoll.backends.kubernetes.render import (
@@ -53,9 +53,9 @@ from atoll.mesh.watch import MeshWatch
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 5.0  # between two attempts to create an etcd that has no pod
+REAPPLY_S = 5.0  # between two attempts to create an etcd that has no pod
 BENCH_EVERY_S = 5.0
-HELD_EVERY_S = 30.0
+BLOCKED_EVERY_S = 30.0
 
 
 class StartEtcd(Followup, frozen=True):
@@ -207,7 +207,7 @@ class Meshes:
             await self._meshes.popitem()[1].close()
 
 
-class Beside:
+class Companions:
     """Looks after the etcd, mesh and bench. `notify` gets trainings to be looked at again."""
 
     def __init__(
@@ -234,7 +234,7 @@ class Beside:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         await self._meshes.sweep(known)
 
-    def observe_gang(
+    def observe(
         self,
         training: Training,
         job: Json | None,
@@ -246,20 +246,20 @@ class Beside:
         """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
-        if job is not None and is_held(job) and answering(etcd) is not None:
-            observation = _asking(
-                observation, PatchJob(why="its etcd answers", patch=render_unhold(job))
+        if job is not None and is_blocked(job) and ready_etcd(etcd) is not None:
+            observation = _with_followups(
+                observation, PatchJob(why="its etcd answers", patch=render_unblock(job))
             )
         if observation.desired is None or observation.desired.size == 0:
-            return self._look_at_bench(training, newest, bench, observation, now)
+            return self._observe_bench(training, newest, bench, observation, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
         is_etcd_wanted = observation.is_supervised and not is_ending
         if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
-            observation = self._look_at_etcd(training, job, etcd, observation, now)
+            observation = self._observe_etcd(training, job, etcd, observation, now)
         if self._options.has_gate(training.spec):
             agents = None if observation.desired is None else members(newest, observation.desired)
-            observation = self._look_at_mesh(training, agents, etcd, observation)
-        return self._look_at_bench(training, newest, bench, observation, now)
+            observation = self._observe_mesh(training, agents, etcd, observation)
+        return self._observe_bench(training, newest, bench, observation, now)
 
     async def perform(
         self, training: Training, namespace: str, followup: Followup, now: float
@@ -296,7 +296,7 @@ class Beside:
         if spec.bench.mode != "off":
             await self._clear_bench(training, namespace)
 
-    def _look_at_etcd(
+    def _observe_etcd(
         self,
         training: Training,
         job: Json | None,
@@ -305,20 +305,20 @@ class Beside:
         now: float,
     ) -> Observation:
         """An etcd without pods is applied again: somebody may have deleted it."""
-        desired_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
+        applied_at, pod_error = self._etcds.get(training.uid, (now - REAPPLY_S, ""))
         if not pods:
-            is_due = now - desired_at >= ASK_AGAIN_S
+            is_due = now - applied_at >= REAPPLY_S
             followups = (StartEtcd(job=job),) if is_due else ()
-            observation = _asking(observation, *followups, again_in_s=ASK_AGAIN_S)
-        if not is_held(job):
+            observation = _with_followups(observation, *followups, again_in_s=REAPPLY_S)
+        if not is_blocked(job):
             return observation
         limit_s = self._options.image_timeout_s
-        observation = _asking(observation, again_in_s=min(limit_s, HELD_EVERY_S))
+        observation = _with_followups(observation, again_in_s=min(limit_s, BLOCKED_EVERY_S))
         for pod in pods:
             is_late = now - pod.created_at > limit_s
             if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
                 return replace(observation, fault=f"its etcd: {pod.waits_for}")
-        return replace(observation, message=etcd_words(pods, trouble))
+        return replace(observation, message=describe_etcd(pods, pod_error))
 
     async def _start_etcd(
         self, training: Training, namespace: str, job: Json | None, now: float
@@ -328,23 +328,23 @@ class Beside:
         await self._cluster.patch("services", namespace, name, service, type="apply")
         body = render_etcd(training, self._options, owner)
         deployment = await self._cluster.patch("deployments", namespace, name, body, type="apply")
-        self._etcds[training.uid] = (now, trouble_of(deployment))
+        self._etcds[training.uid] = (now, pod_error_of(deployment))
 
-    def _look_at_mesh(
+    def _observe_mesh(
         self, training: Training, agents: Members | None, etcd: list[Pod], observation: Observation
     ) -> Observation:
-        pod = answering(etcd)
+        pod = ready_etcd(etcd)
         endpoint = self._options.etcd_endpoint or (address(pod) if pod else "")
         status = self._meshes.verdict(training.uid, endpoint)
         if status is None and training.status.mesh is None:
             status = MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
         if not self._meshes.is_followed(training.uid, endpoint, agents):
-            observation = _asking(
+            observation = _with_followups(
                 observation, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0
             )
         return replace(observation, mesh=status)
 
-    def _look_at_bench(
+    def _observe_bench(
         self,
         training: Training,
         newest: list[Pod],
@@ -355,22 +355,22 @@ class Beside:
         if training.spec.bench.mode == "off":
             return observation
         agents = None if observation.desired is None else members(newest, observation.desired)
-        desired_at = self._benches.get(training.uid)
+        applied_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
             pods,
             newest,
             self._options,
             now,
-            made_at=desired_at,
+            created_at=applied_at,
             are_ranks_placed=agents is not None,
         )
         observation = replace(observation, bench=bench)
-        if desired_at is None and all(pod.is_leaving for pod in pods):
+        if applied_at is None and all(pod.is_leaving for pod in pods):
             return observation
         if self._is_bench_to_go(training, bench, now) and not observation.fault:
-            return _asking(observation, ClearBench())
-        return _asking(observation, again_in_s=BENCH_EVERY_S)
+            return _with_followups(observation, ClearBench())
+        return _with_followups(observation, again_in_s=BENCH_EVERY_S)
 
     def _is_bench_to_go(self, training: Training, bench: ObservedBench, now: float) -> bool:
         """Whether the result of the bench is stored, or is about to be in this pass."""
@@ -391,7 +391,7 @@ class Beside:
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None
 
 
-def _asking(
+def _with_followups(
     observation: Observation, *followups: Followup, again_in_s: float | None = None
 ) -> Observation:
     again_in_s = sooner(observation.again_in_s, again_in_s)
@@ -413,9 +413,9 @@ def _log_end(task: asyncio.Task[None]) -> None:
 
 BENCH_PORT = 28_411
 HOST = "kubernetes.io/hostname"
-BENCH_KEPT_S = 3600  # how long a finished Job that nobody deletes stays
+BENCH_TTL_S = 3600  # how long a finished Job that nobody deletes stays
 # NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
-APART, NEAR = 100, 1
+SPREAD_WEIGHT, NEAR_WEIGHT = 100, 1
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
@@ -465,7 +465,7 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
             "--listen-peer-urls=http://127.0.0.1:2380",
             # No page in somebody's browser may read or write it, by its own name or by another's.
             f"--cors=http://127.0.0.1:{port}",
-            f"--host-whitelist={_hosts(etcd_name(training))}",
+            f"--host-whitelist={_allowed_hosts(etcd_name(training))}",
             "--unsafe-no-fsync",
         ],
         "env": [
@@ -488,14 +488,14 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
     }
 
 
-def _hosts(name: str) -> str:
+def _allowed_hosts(name: str) -> str:
     """By which names the etcd may be asked: its Service, its pod, and a forwarded port."""
     names = [name, f"{name}.$(HOME_NS)", f"{name}.$(HOME_NS).svc"]
     names.append(f"{name}.$(HOME_NS).svc.cluster.local")
     return ",".join([*names, "$(POD_IP)", "localhost", "127.0.0.1"])
 
 
-def answering(pods: list[Pod]) -> Pod | None:
+def ready_etcd(pods: list[Pod]) -> Pod | None:
     """The etcd pod that is ready, if there is one."""
     for pod in pods:
         is_ready = pod.condition("Ready").get("status") == "True" and not pod.is_leaving
@@ -510,17 +510,17 @@ def address(pod: Pod) -> str:
     return f"[{ip}]:{DEFAULT_ETCD_PORT}" if ":" in ip else f"{ip}:{DEFAULT_ETCD_PORT}"
 
 
-def trouble_of(deployment: Json) -> str:
+def pod_error_of(deployment: Json) -> str:
     """Why the Deployment's pod cannot be created (quota, admission), as far as that is known."""
     conditions = deployment.get("status", {}).get("conditions") or ()
     messages = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
     return next(messages, "")
 
 
-def etcd_words(pods: list[Pod], trouble: str = "") -> str:
+def describe_etcd(pods: list[Pod], pod_error: str = "") -> str:
     """One line that says what a held Job waits for."""
     reasons = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
-    waits = next(reasons, "" if pods else trouble)
+    waits = next(reasons, "" if pods else pod_error)
     return f"waits for its etcd{f': {waits}' if waits else ''}"
 
 
@@ -576,7 +576,7 @@ def render_bench(
         "parallelism": 2,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "ttlSecondsAfterFinished": BENCH_KEPT_S,
+        "ttlSecondsAfterFinished": BENCH_TTL_S,
         "template": {"metadata": {"labels": {**metadata["labels"], PART: BENCH}}, "spec": pod},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
@@ -591,13 +591,13 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """
     own = affinity(training, options) or {}
     rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
-    apart = _term({UID: training.uid, PART: BENCH})
+    spread = _term({UID: training.uid, PART: BENCH})
     near = _term(ranks_of(training))
     if training.spec.bench.placement == "strict":
-        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
-    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
+        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [spread]}}
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": SPREAD_WEIGHT, "podAffinityTerm": spread}]}
     if not has_floor(training.spec):
-        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
+        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR_WEIGHT, "podAffinityTerm": near}]}
     return rules
 
 
@@ -617,7 +617,7 @@ def read_bench(
     options: KubernetesOptions,
     now: float,
     *,
-    made_at: float | None,
+    created_at: float | None,
     are_ranks_placed: bool,
 ) -> ObservedBench:
     """The state of the bench, from its own `pods` and those of the ranks.
@@ -626,8 +626,8 @@ def read_bench(
     """
     pair = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
     if not pair:
-        if made_at is not None:
-            return _missing(now - made_at, options)
+        if created_at is not None:
+            return _missing(now - created_at, options)
         if has_floor(training.spec) or are_ranks_placed:
             return ObservedBench(state="idle", message="about to be measured")
         return ObservedBench(state="waiting", message="waits until all ranks have nodes")
@@ -635,11 +635,11 @@ def read_bench(
         return _result(pair, {p.node for p in ranks if p.node})
     for pod in pair:
         if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
-            return ObservedBench(state="failed", message=_bench_words(pod, now))
+            return ObservedBench(state="failed", message=_describe_failure(pod, now))
     waiting = [p for p in pair if "running" not in p.state and not p.is_over]
     if waiting or len(pair) < 2:
-        words = waiting[0].waits_for if waiting else ""
-        return ObservedBench(state="waiting", message=words or "its pods are being started")
+        text = waiting[0].waits_for if waiting else ""
+        return ObservedBench(state="waiting", message=text or "its pods are being started")
     a, b = (p.node for p in pair)
     return ObservedBench(state="running", message=f"measuring {a} with {b}")
 
@@ -673,12 +673,12 @@ def _is_hopeless(pod: Pod, options: KubernetesOptions, now: float) -> bool:
     return pod.waiting_reason in HOPELESS or (pod.waiting_reason in BROKEN and is_late)
 
 
-def _bench_words(pod: Pod, now: float) -> str:
+def _describe_failure(pod: Pod, now: float) -> str:
     if not pod.is_over:
         return pod.waits_for
     ended = pod.exit(is_stopped=False, now=now)
-    words = ended.log_tail[-1] if ended.log_tail else ended.message
-    return f"the pod on {pod.node} ended with {ended.reason}: {words or f'exit code {ended.code}'}"
+    text = ended.log_tail[-1] if ended.log_tail else ended.message
+    return f"the pod on {pod.node} ended with {ended.reason}: {text or f'exit code {ended.code}'}"
 
 
 class Members(NamedTuple):

@@ -24,13 +24,13 @@ from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
 
 Json = dict[str, Any]
 
-WORDS = {"maxItems": 1024, "items": {"type": "string", "maxLength": 65_536}}
+STRINGS = {"maxItems": 1024, "items": {"type": "string", "maxLength": 65_536}}
 NAMES = {"maxItems": 64, "items": {"type": "string", "maxLength": 253}}
 
 # Lengths and patterns by path, merged over what the types say.
 LIMITS: dict[str, Json] = {
-    "command": {"minItems": 1, **WORDS},
-    "args": WORDS,
+    "command": {"minItems": 1, **STRINGS},
+    "args": STRINGS,
     "pipPackages": NAMES,
     "image": {"minLength": 1, "maxLength": 1024},
     "workingDir": {"pattern": "^/", "maxLength": 4096},

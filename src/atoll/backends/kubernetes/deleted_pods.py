@@ -34,50 +34,48 @@ SEARCH_S = 60.0  # for one training; a rank is held no longer than this
 SEARCHES = 4  # at once: after a node was drained, many trainings miss a pod
 
 
-class Departed(NamedTuple):
-    """The pods of a gang that are gone: as they last were, and by name those nobody knows of.
+class DeletedState(NamedTuple):
+    """The deleted pods of a gang whose exits are not stored yet."""
 
-    `sought` are those whose end is being looked for, and `sought_ranks` ranks that have ended in
-    pods of unknown names.
-    """
-
-    manifests: list[Json] = []
-    unread: frozenset[str] = frozenset()
-    sought: frozenset[str] = frozenset()
-    sought_ranks: frozenset[int] = frozenset()
+    pods: list[Pod] = []  # as they last were
+    unknown: frozenset[str] = frozenset()  # names of those whose end nobody can tell any more
+    searching: frozenset[str] = frozenset()  # names of those whose end is being searched for
+    searching_ranks: frozenset[int] = frozenset()  # ranks that ended in pods of unknown names
 
 
 class DeletedPods:
-    """Pods that left and whose exits are not stored yet, by training and name.
+    """Tells how each pod ended that no longer exists, until its exit is stored.
 
-    `notify` gets the trainings of which more is known now.
+    The last state of a pod comes from the watch (`note`), or from a search through the cluster's
+    past that begins when a training misses a pod. `notify` gets the trainings of which more is
+    known now.
     """
 
     def __init__(self, cluster: Cluster, notify: Callable[[Key], None] = lambda key: None) -> None:
         self._cluster = cluster
         self._notify = notify
-        self._left: dict[str, dict[str, Json]] = {}
+        self._left: dict[str, dict[str, Pod]] = {}  # by training and name
         self._final: set[str] = set()  # uids of pods whose very last state was seen
-        self._in_vain: dict[str, set[str | int]] = {}  # what was looked for, by training
+        self._exhausted: dict[str, set[str | int]] = {}  # what was looked for, by training
         self._searching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(SEARCHES)
 
-    def note(self, manifest: Json, *, is_final: bool) -> None:
-        """A pod has left. `is_final`: this is its last state; it may have changed since if not."""
-        pod, uid = Pod(manifest), _training_uid(manifest)
+    def note(self, pod: Pod, *, is_final: bool) -> None:
+        """Remembers a pod that was deleted; with `is_final`, this is its very last state."""
+        uid = _training_uid(pod)
         has_run = pod.is_over or pod.has_run or (pod.node is not None and not is_final)
         before = self._left.get(uid, {}).get(pod.name)
-        is_older = before is not None and _version(before) > _version(manifest)
+        is_older = before is not None and _version(before) > _version(pod)
         if pod.rank < 0 or not has_run or is_older:
             return
-        self._left.setdefault(uid, {})[pod.name] = manifest
+        self._left.setdefault(uid, {})[pod.name] = pod
         if is_final:
-            self._final.add(_pod_uid(manifest))
+            self._final.add(_pod_uid(pod))
 
     def forget(self, uid: str) -> None:
-        for manifest in self._left.pop(uid, {}).values():
-            self._final.discard(_pod_uid(manifest))
-        self._in_vain.pop(uid, None)
+        for pod in self._left.pop(uid, {}).values():
+            self._final.discard(_pod_uid(pod))
+        self._exhausted.pop(uid, None)
         if task := self._searching.pop(uid, None):
             task.cancel()
 
@@ -89,46 +87,48 @@ class DeletedPods:
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Trainings that no longer exist are forgotten."""
-        uids = {*self._left, *self._in_vain}
+        uids = {*self._left, *self._exhausted}
         if uids:
             for uid in uids - await known():
                 self.forget(uid)
 
-    def departed(
+    def deleted(
         self,
         training: Training,
-        there: Iterable[Json],
+        there: Iterable[Pod],
         namespace: str,
         failed: Collection[int] = (),
-    ) -> Departed:
-        """The pods that are gone, and whose exits are not stored. `there` are those that exist.
+    ) -> DeletedState:
+        """Returns the deleted pods whose exits are not stored; `there` are the pods that exist.
 
-        `failed` are ranks that the Job counts as failed, though no pod of theirs tells how.
+        `failed` are ranks that the Job counts as failed though no pod of theirs tells how.
         """
         uid = training.uid
-        names = {manifest["metadata"]["name"] for manifest in there}
+        names = {pod.name for pod in there}
         ranks = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
         left = self._left.get(uid, {})
-        gone = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
-        for name in [name for name, pod in gone.items() if is_stored(pod, ranks.get(pod.rank))]:
+        left_pods = {name: pod for name, pod in left.items() if name not in names}
+        for name in [
+            name for name, pod in left_pods.items() if is_stored(pod, ranks.get(pod.rank))
+        ]:
             self._final.discard(_pod_uid(left.pop(name)))
-            del gone[name]
-        unfinished = {name for name, pod in gone.items() if not pod.is_over}
+            del left_pods[name]
+        unfinished = {name for name, pod in left_pods.items() if not pod.is_over}
         cut_off = {name for name in unfinished if _pod_uid(left[name]) in self._final}
         running = {r.pod_name for r in ranks.values() if r.is_alive and r.pod_name}
-        targets: set[str | int] = {*(running - names - gone.keys()), *(unfinished - cut_off)}
-        targets |= set(failed) - {pod.rank for pod in gone.values()}
-        in_vain = self._in_vain.get(uid, set()) - (gone.keys() - unfinished)
-        sought = targets - in_vain
-        if sought and uid not in self._searching:
-            search = Search(self._cluster, namespace, f"{UID}={uid}", sought)
+        targets: set[str | int] = {*(running - names - left_pods.keys()), *(unfinished - cut_off)}
+        targets |= set(failed) - {pod.rank for pod in left_pods.values()}
+        exhausted = self._exhausted.get(uid, set()) - (left_pods.keys() - unfinished)
+        searching = targets - exhausted
+        if searching and uid not in self._searching:
+            search = Search(self._cluster, namespace, f"{UID}={uid}", searching)
             self._searching[uid] = asyncio.create_task(self._run(training.key, uid, search))
-        unread = {name for name in in_vain if isinstance(name, str)} | cut_off
-        return Departed(
-            [pod.manifest for name, pod in gone.items() if name not in unread | sought],
-            frozenset(unread - names),
-            frozenset(name for name in sought if isinstance(name, str)),
-            frozenset(rank for rank in sought if isinstance(rank, int)),
+        unknown = {name for name in exhausted if isinstance(name, str)} | cut_off
+        return DeletedState(
+            [pod for name, pod in left_pods.items() if name not in unknown | searching],
+            frozenset(unknown - names),
+            frozenset(name for name in searching if isinstance(name, str)),
+            frozenset(rank for rank in searching if isinstance(rank, int)),
         )
 
     async def _run(self, key: Key, uid: str, search: Search) -> None:
@@ -137,7 +137,7 @@ class DeletedPods:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SEARCH_S):
                         await search.run()
-        except Temporary as error:  # the next look begins it again
+        except Temporary as error:  # the next observation begins it again
             log.info("cannot read how pods ended that are gone: %s; trying again", error)
             return
         except (Denied, Permanent, NotFound) as error:
@@ -145,9 +145,9 @@ class DeletedPods:
         finally:
             if self._searching.get(uid) is asyncio.current_task():
                 del self._searching[uid]
-        for manifest in search.states.values():
-            self.note(manifest, is_final=True)
-        self._in_vain.setdefault(uid, set()).update(search.unknown())
+        for pod in search.states.values():
+            self.note(pod, is_final=True)
+        self._exhausted.setdefault(uid, set()).update(search.unknown())
         self._notify(key)
 
 
@@ -166,11 +166,11 @@ class Search:
         self._names = {target for target in targets if isinstance(target, str)}
         self._ranks = {target for target in targets if isinstance(target, int)}
         self._there: frozenset[str] = frozenset()
-        self.states: dict[str, Json] = {}  # of pods that are gone, as they last were
+        self.states: dict[str, Pod] = {}  # deleted pods, as they last were
 
     async def run(self) -> None:
         """The targets are among `states` if they are on record. Raises Temporary, Denied."""
-        now = await self._look()
+        now = await self._list_current()
         if self._is_done:
             return
         start = now
@@ -184,18 +184,18 @@ class Search:
     def unknown(self) -> set[str | int]:
         """The targets whose end is not on record. A pod that exists is not gone: the mirror that
         misses it is behind."""
-        ended = {name for name, manifest in self.states.items() if Pod(manifest).is_over}
+        ended = {name for name, pod in self.states.items() if pod.is_over}
         return {*(self._names - self._there - ended), *(self._ranks - self._known_ranks)}
 
     @property
     def _known_ranks(self) -> set[int]:
-        return {Pod(manifest).rank for manifest in self.states.values()}
+        return {pod.rank for pod in self.states.values()}
 
     @property
     def _is_done(self) -> bool:
         return self._names - self._there <= self.states.keys() and self._ranks <= self._known_ranks
 
-    async def _look(self) -> int:
+    async def _list_current(self) -> int:
         """Notes the pods that exist; the version of now."""
         names: set[str] = set()
         version = 0
@@ -219,7 +219,7 @@ class Search:
                     if start > now:
                         break
                     if event.type == "DELETED":
-                        self.states[event.object["metadata"]["name"]] = event.object
+                        self.states[event.object["metadata"]["name"]] = Pod(event.object)
 
     async def _walk(self, top: int) -> None:
         """The last states of targets that are gone at `top`, from ever earlier lists."""
@@ -237,10 +237,10 @@ class Search:
             await self._narrow(version, above, pods.keys() - self.states.keys(), pods)
             above, step = version, step * STEP_GROWTH
 
-    async def _narrow(self, low: int, high: int, names: set[str], pods: dict[str, Json]) -> None:
+    async def _narrow(self, low: int, high: int, names: set[str], pods: dict[str, Pod]) -> None:
         """`names` existed at `low`, as `pods` shows them, and not at `high`."""
         self.states.update({name: pods[name] for name in names})
-        names = {name for name in names if not Pod(pods[name]).is_over}  # an end does not change
+        names = {name for name in names if not pods[name].is_over}  # an end does not change
         if not names or high - low <= 1:
             return
         middle = (low + high) // 2
@@ -251,23 +251,22 @@ class Search:
         await self._narrow(middle, high, alive, later)
         await self._narrow(low, middle, names - alive, pods)
 
-    async def _at(self, version: int) -> dict[str, Json] | None:
+    async def _at(self, version: int) -> dict[str, Pod] | None:
         """The targets among the pods at that version; None if it is too long ago."""
-        found: dict[str, Json] = {}
+        matches: dict[str, Pod] = {}
         try:
             pages = self._cluster.pages(
                 "pods", self._namespace, labels=self._labels, version=str(version)
             )
             async with contextlib.aclosing(pages):
                 async for page in pages:
-                    targets = filter(self._is_target, page.items)
-                    found |= {item["metadata"]["name"]: item for item in targets}
+                    targets = filter(self._is_target, map(Pod, page.items))
+                    matches |= {pod.name: pod for pod in targets}
         except (Gone, Permanent):
             return None
-        return found
+        return matches
 
-    def _is_target(self, manifest: Json) -> bool:
-        pod = Pod(manifest)
+    def _is_target(self, pod: Pod) -> bool:
         is_sought = pod.name in self._names or pod.rank in self._ranks
         return is_sought and pod.name not in self._there
 
@@ -287,13 +286,13 @@ def is_stored(pod: Pod, known: RankStatus | None) -> bool:
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _training_uid(manifest: Json) -> str:
-    return str((manifest["metadata"].get("labels") or {}).get(UID, ""))
+def _training_uid(pod: Pod) -> str:
+    return str((pod.metadata.get("labels") or {}).get(UID, ""))
 
 
-def _pod_uid(manifest: Json) -> str:
-    return str(manifest["metadata"].get("uid"))
+def _pod_uid(pod: Pod) -> str:
+    return str(pod.metadata.get("uid"))
 
 
-def _version(manifest: Json) -> int:
-    return int(manifest["metadata"].get("resourceVersion") or 0)
+def _version(pod: Pod) -> int:
+    return int(pod.metadata.get("resourceVersion") or 0)

@@ -26,7 +26,7 @@ from atoll.core.status import Observation, Training, sooner
 
 Json = dict[str, Any]
 
-TROUBLE_AFTER_S = 3.0  # if pods are missing for this long, read the Job's events
+MISSING_AFTER_S = 3.0  # if pods are missing for this long, read the Job's events
 STUCK_AFTER_S = 10.0  # if a container is not created for this long, read its pod's events
 STUCK_EVERY_S = 15.0
 
@@ -41,7 +41,7 @@ KEEPALIVE = (
 )
 
 
-class Hosts:
+class NodeProbes:
     """One idle connection to each node's kubelet. `notify` gets the trainings that are affected.
 
     A node that never answered is not called silent: it may be unreachable by design.
@@ -54,19 +54,20 @@ class Hosts:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
 
-    def follow(self, key: Key, pods: Iterable[Json]) -> Collection[str]:
+    def follow(self, key: Key, pods: Iterable[Pod]) -> Collection[str]:
         """Watches the nodes of the training's pods; returns the addresses of silent nodes."""
-        running = (p for p in map(Pod, pods) if "running" in p.state)
-        addresses = frozenset(p.address for p in running if p.address)
-        if self._port is None or self._addresses.get(key, frozenset()) == addresses:
+        if self._port is None:
+            return self._silent
+        addresses = frozenset(p.address for p in pods if p.is_running and p.address)
+        if self._addresses.get(key, frozenset()) == addresses:
             return self._silent
         self._addresses[key] = addresses
         if not addresses:
             del self._addresses[key]
         in_use = frozenset[str]().union(*self._addresses.values())
-        for gone in self._tasks.keys() - in_use:
-            self._tasks.pop(gone).cancel()
-            self._silent.discard(gone)
+        for unused in self._tasks.keys() - in_use:
+            self._tasks.pop(unused).cancel()
+            self._silent.discard(unused)
         for new in in_use - self._tasks.keys():
             self._tasks[new] = asyncio.create_task(self._ask(new, self._port))
         return self._silent
@@ -109,14 +110,14 @@ class Hosts:
                 self._notify(key)
 
 
-class Trouble(NamedTuple):
+class PodError(NamedTuple):
     """Why pods are missing, and when to ask again."""
 
     text: str = ""
     again_in_s: float | None = None
 
 
-class Troubles:
+class Diagnosis:
     """Explanations for missing and stuck pods, and when they were last read, by training."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -140,42 +141,42 @@ class Troubles:
             raise
         self._refused.pop(uid, None)
 
-    async def of(self, training: Training, job: Json | None, pods: int, now: float) -> Trouble:
+    async def of(self, training: Training, job: Json | None, pods: int, now: float) -> PodError:
         """Why pods of the Job are missing, if any are; `pods` is the number that exist."""
         if job is None:
-            return Trouble(self._refused.get(training.uid, ""))
+            return PodError(self._refused.get(training.uid, ""))
         if job["spec"].get("suspend") or finished(job):
-            return Trouble()
+            return PodError()
         if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
             self._pod_errors.pop(training.uid, None)
-            return Trouble()
-        desired_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
-        left_s = desired_at + TROUBLE_AFTER_S - now
+            return PodError()
+        read_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
+        left_s = read_at + MISSING_AFTER_S - now
         if left_s > 0:
-            return Trouble(text, left_s)
+            return PodError(text, left_s)
         fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
         namespace = job["metadata"]["namespace"]
         events = await self._cluster.list("events", namespace, fields=fields)
         text = events.items[-1].get("message", "") if events.items else ""
         self._pod_errors[training.uid] = (now, text)
-        return Trouble(text, TROUBLE_AFTER_S)
+        return PodError(text, MISSING_AFTER_S)
 
     async def explain(
         self, training: Training, observation: Observation, newest: list[Pod], now: float
     ) -> Observation:
         """`seen`, with the kubelet's message about containers that cannot be created."""
-        making = [pod for pod in newest if pod.is_being_made]
+        making = [pod for pod in newest if pod.is_being_created]
         stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
         if not stuck:
             self._stuck.pop(training.uid, None)
             again_in_s = STUCK_AFTER_S if making else None
             return replace(observation, again_in_s=sooner(observation.again_in_s, again_in_s))
-        desired_at, text = self._stuck.get(training.uid, (0.0, ""))
-        if now - desired_at >= STUCK_EVERY_S:
+        read_at, text = self._stuck.get(training.uid, (0.0, ""))
+        if now - read_at >= STUCK_EVERY_S:
             text = await self._ask(stuck[0])
             self._stuck[training.uid] = (now, text)
         observation = replace(observation, again_in_s=sooner(observation.again_in_s, STUCK_EVERY_S))
-        return _with_words(observation, {p.name for p in stuck}, text)
+        return _with_message(observation, {p.name for p in stuck}, text)
 
     async def _ask(self, pod: Pod) -> str:
         fields = f"involvedObject.uid={pod.metadata['uid']},type=Warning"
@@ -183,7 +184,7 @@ class Troubles:
         return " ".join(events.items[-1].get("message", "").split()) if events.items else ""
 
 
-def _with_words(observation: Observation, pods: set[str], text: str) -> Observation:
+def _with_message(observation: Observation, pods: set[str], text: str) -> Observation:
     if not text:
         return observation
     ranks = [

@@ -27,7 +27,7 @@ from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
 from atoll.backends.kubernetes.patch import render_released, render_resize
-from atoll.backends.kubernetes.pod import Pod, part_of
+from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import (
     desired_of,
     finished,
@@ -98,10 +98,12 @@ class KubernetesBackend(Executor):
             self._writer, self._objects, self._archive, self._patch_job, clock
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
-        self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
+        self._jobs: Mirror[Json] = Mirror(
+            self.cluster, "jobs", self.options.namespace, lambda job: job, self._note
+        )
         self._deleted = DeletedPods(self.cluster, self._changed.put_nowait)
-        self._pods = Mirror(
-            *(self.cluster, "pods", self.options.namespace, self._note),
+        self._pods: Mirror[Pod] = Mirror(
+            *(self.cluster, "pods", self.options.namespace, Pod, self._note),
             lambda pod, is_final: self._deleted.note(pod, is_final=is_final),
         )
         self._written: dict[
@@ -226,7 +228,7 @@ class KubernetesBackend(Executor):
     async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
         now = self._clock()
-        companions = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
+        companions = [pod for pod in pods if pod.part != CONTAINER]
         pod_error = await self._diagnosis.of(training, job, len(pods) - len(companions), now)
         silent = self._node_probes.follow(training.key, pods)
         failed = unexplained_failures(training, job, pods)
@@ -235,9 +237,7 @@ class KubernetesBackend(Executor):
         again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
         observation = replace(view.observation, again_in_s=again_in_s, at=now)
         observation = await self._diagnosis.explain(training, observation, view.newest, now)
-        return self._companions.observe_gang(
-            training, job, view.newest, companions, observation, now
-        )
+        return self._companions.observe(training, job, view.newest, companions, observation, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         await self._followups.perform(training, followup)
@@ -253,7 +253,7 @@ class KubernetesBackend(Executor):
         """The Job is over for good. It and its pods stay for their logs until they are purged."""
         namespace, name = self._object_key(training)
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+        if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
@@ -360,17 +360,18 @@ class KubernetesBackend(Executor):
         self._last[training.uid] = job
         return job
 
-    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Json]]:
+    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Pod]]:
         """The Job and its pods, from the mirrors if those are up to date."""
         if await self._is_fresh(training) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._object_key(training)
-        pods = await self.cluster.list("pods", namespace, labels=_labels(training))
+        listed = await self.cluster.list("pods", namespace, labels=_labels(training))
+        pods = [Pod(manifest) for manifest in listed.items]
         last = self._last.get(training.uid)
-        if last is not None and is_unchanged(last, pods.items):
-            return last, pods.items
-        return await self._job(training), pods.items
+        if last is not None and is_unchanged(last, pods):
+            return last, pods
+        return await self._job(training), pods
 
     async def _is_fresh(self, training: Training) -> bool:
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
@@ -405,9 +406,7 @@ class KubernetesBackend(Executor):
             await self._check_room_above(training, before, desired.size)
         elif desired.size < before:
             _, pods = await self._job_and_pods(training)
-            stopping = [
-                p for p in map(Pod, pods) if p.rank >= desired.size and "running" in p.state
-            ]
+            stopping = [p for p in pods if p.rank >= desired.size and p.is_running]
             await self._archive.begin(stopping, len(pods))
         await self._objects.resize(training, desired, job)
         try:
@@ -421,7 +420,7 @@ class KubernetesBackend(Executor):
         Its end would count as a failure if the rank were wanted again now.
         """
         _, pods = await self._job_and_pods(training)
-        leaving = [p.rank for p in map(Pod, pods) if before <= p.rank < size and not p.is_over]
+        leaving = [p.rank for p in pods if before <= p.rank < size and not p.is_over]
         if leaving:
             ranks = ", ".join(map(str, sorted(leaving)))
             raise Temporary(f"ranks {ranks} are still being stopped", retry_after_s=0.3)
@@ -438,9 +437,11 @@ class KubernetesBackend(Executor):
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
 
-    def _note(self, item: Json) -> None:
-        """Asks for another look; for a large gang after a pause, as each look writes a status."""
-        labels = item["metadata"].get("labels") or {}
+    def _note(self, labels: Json) -> None:
+        """Asks for another observation of the training with these labels.
+
+        A large gang is observed after a pause, because each observation writes a status.
+        """
         if NAMESPACE not in labels or TRAINING not in labels:
             return
         key = (labels[NAMESPACE], labels[TRAINING])

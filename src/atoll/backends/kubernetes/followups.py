@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.gate import is_open, render_opened_world, render_
 from atoll.backends.kubernetes.logs import Archive
 from atoll.backends.kubernetes.names import PLANE, SELECTOR, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.patch import LET_GO, render_lost, render_stopped
+from atoll.backends.kubernetes.patch import DROP_FINALIZER, render_lost, render_stopped
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.render import (
     gang_name,
@@ -45,13 +45,13 @@ class KeepLogs(Followup, frozen=True):
     ranks: int
 
 
-class GiveUp(Followup, frozen=True):
+class FailLostPods(Followup, frozen=True):
     """Pods on nodes that do not answer are marked as failed, so that the Job replaces them."""
 
     pods: tuple[Pod, ...]
 
 
-class LetGo(Followup, frozen=True):
+class DropFinalizer(Followup, frozen=True):
     """Pods whose exits are stored, or that have none, lose their finalizer."""
 
     pods: tuple[Pod, ...]
@@ -104,12 +104,12 @@ class GangObjects:
         if job is None:
             await self._put_code(training)
         world = render_world(training, desired, self._options, owner, is_opened=is_open(job))
-        await self._cluster.patch("configmaps", *self._place(training), world, type="apply")
+        await self._cluster.patch("configmaps", *self._object_key(training), world, type="apply")
         await self._make_service(training, owner)
 
     async def _put_code(self, training: Training) -> None:
         try:
-            await self._code.put(self._place(training)[0], training.spec.code)
+            await self._code.put(self._object_key(training)[0], training.spec.code)
         except CodeMissing as error:
             # Whoever stores a training with code sends that right after it.
             if time.time() - training.created_at < CODE_S:
@@ -118,7 +118,7 @@ class GangObjects:
 
     async def drop_code(self, training: Training) -> None:
         """Its Job was refused."""
-        await self._code.drop_unowned(self._place(training)[0], training.spec.code)
+        await self._code.drop_unowned(self._object_key(training)[0], training.spec.code)
 
     async def tie(self, training: Training, job: Json) -> None:
         """Kubernetes deletes them with the Job, even if no controller is left to do it."""
@@ -136,7 +136,7 @@ class GangObjects:
             await self._make_service(training, self._owner(training, job))
         patch = {"data": render_size(desired)}
         try:
-            await self._cluster.patch("configmaps", *self._place(training), patch)
+            await self._cluster.patch("configmaps", *self._object_key(training), patch)
         except NotFound:
             if desired.size > 0:
                 await self.make(training, desired, job)
@@ -145,33 +145,33 @@ class GangObjects:
         """Pods that are created from now on find the gate open."""
         world = {"data": render_opened_world()}
         with contextlib.suppress(NotFound):  # deleted; it is created again when a pod needs it
-            await self._cluster.patch("configmaps", *self._place(training), world)
+            await self._cluster.patch("configmaps", *self._object_key(training), world)
 
     async def _make_service(self, training: Training, owner: Json | None) -> None:
         service = render_service(training, self._options, owner)
-        await self._cluster.patch("services", *self._place(training), service, type="apply")
+        await self._cluster.patch("services", *self._object_key(training), service, type="apply")
 
     def _owner(self, training: Training, job: Json | None) -> Json | None:
         if self._is_owner:
             return owner_of(training)
         return None if job is None else _job_as_owner(job)
 
-    def _place(self, training: Training) -> tuple[str, str]:
+    def _object_key(self, training: Training) -> tuple[str, str]:
         return self._options.namespace or training.namespace, gang_name(training)
 
 
-class PodKeeper:
+class GangWriter:
     """Removes the finalizers that keep pods until their exit is stored, and patches pods."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    async def let_go(self, pods: Iterable[Pod]) -> None:
-        await gather(AT_ONCE, [self._let_go(pod) for pod in pods if pod.is_held])
+    async def drop_finalizers(self, pods: Iterable[Pod]) -> None:
+        await gather(AT_ONCE, [self._drop_finalizer(pod) for pod in pods if pod.has_finalizer])
 
-    async def let_all_go(self, namespace: str, labels: str) -> None:
+    async def drop_all_finalizers(self, namespace: str, labels: str) -> None:
         pods = await self._cluster.list("pods", namespace, labels=labels)
-        await self.let_go(map(Pod, pods.items))
+        await self.drop_finalizers(map(Pod, pods.items))
 
     async def sweep(
         self,
@@ -184,34 +184,36 @@ class PodKeeper:
         Pods of another control plane are left alone: their trainings are not known here.
         """
         own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
-        held: list[Pod] = []
+        protected: list[Pod] = []
         async for page in self._cluster.pages("pods", namespace, labels=f"{SELECTOR},{own}"):
-            held += [pod for pod in map(Pod, page.items) if pod.is_held]
-        if held:
+            protected += [pod for pod in map(Pod, page.items) if pod.has_finalizer]
+        if protected:
             # Read after the pods, so that the pods of a new training are not taken for strays.
             known_uids = await known()
-            await self.let_go(p for p in held if p.metadata["labels"].get(UID) not in known_uids)
+            await self.drop_finalizers(
+                p for p in protected if p.metadata["labels"].get(UID) not in known_uids
+            )
 
-    async def give_up(self, pods: Iterable[Pod]) -> None:
+    async def fail_lost_pods(self, pods: Iterable[Pod]) -> None:
         """The pods are marked as failed, as the cluster does once their node is removed."""
         await gather(AT_ONCE, [self._patch_status(p, render_lost(p.node)) for p in pods])
 
     async def mark_stopped(self, pods: Iterable[Pod], now: float) -> None:
         await gather(AT_ONCE, [self._patch_status(p, render_stopped(now)) for p in pods])
 
-    async def let_start(self, pods: Iterable[Pod], together: int | None) -> None:
+    async def start_pods(self, pods: Iterable[Pod], together: int | None) -> None:
         """The pods pass the start gate."""
-        await gather(AT_ONCE, [self._let_start(pod, together) for pod in pods])
+        await gather(AT_ONCE, [self._start_pod(pod, together) for pod in pods])
 
-    async def _let_start(self, pod: Pod, together: int | None) -> None:
+    async def _start_pod(self, pod: Pod, together: int | None) -> None:
         patch = render_start(together)
         with contextlib.suppress(NotFound):
             await self._cluster.patch("pods", pod.metadata["namespace"], pod.name, patch)
 
-    async def _let_go(self, pod: Pod) -> None:
+    async def _drop_finalizer(self, pod: Pod) -> None:
         with contextlib.suppress(NotFound):
             await self._cluster.patch(
-                "pods", pod.metadata["namespace"], pod.name, LET_GO, type="strategic"
+                "pods", pod.metadata["namespace"], pod.name, DROP_FINALIZER, type="strategic"
             )
 
     async def _patch_status(self, pod: Pod, patch: Json) -> None:
@@ -226,13 +228,13 @@ class GangFollowups:
 
     def __init__(
         self,
-        keeper: PodKeeper,
+        writer: GangWriter,
         objects: GangObjects,
         archive: Archive,
         patch_job: Callable[[Training, Json], Awaitable[None]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._keeper = keeper
+        self._writer = writer
         self._objects = objects
         self._archive = archive
         self._patch_job = patch_job
@@ -244,16 +246,16 @@ class GangFollowups:
                 # Reading goes on until the pod has ended; this pass does not wait for it.
                 for pod in pods:
                     self._archive.capture(pod, ranks)
-            case GiveUp(pods=pods):
-                await self._keeper.give_up(pods)
-            case LetGo(pods=pods):
+            case FailLostPods(pods=pods):
+                await self._writer.fail_lost_pods(pods)
+            case DropFinalizer(pods=pods):
                 await self._archive.settle(pods, LOG_S)
-                await self._keeper.let_go(pods)
+                await self._writer.drop_finalizers(pods)
             case MarkStopped(pods=pods):
-                await self._keeper.mark_stopped(pods, self._clock())
+                await self._writer.mark_stopped(pods, self._clock())
             case OpenGate(pods=pods, together=together):
                 await self._objects.note_opened(training)
-                await self._keeper.let_start(pods, together)
+                await self._writer.start_pods(pods, together)
             case RestoreObjects(desired=desired, job=job):
                 await self._objects.make(training, desired, job)
             case PatchJob(patch=patch):

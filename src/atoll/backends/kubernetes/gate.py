@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from atoll.backends.kubernetes.names import GATE, GATE_COUNT, GATE_OPENED, START
-from atoll.backends.kubernetes.patch import is_held, yielded_at
+from atoll.backends.kubernetes.patch import is_blocked, yielded_at
 from atoll.backends.kubernetes.pod import TURNED_AWAY, Pod, when
-from atoll.core.gate import may_start
+from atoll.core.spec import may_start
 from atoll.core.status import DesiredState, Training
 
 Json = dict[str, Any]
@@ -40,7 +40,7 @@ class StartGate(NamedTuple):
 
     opened_at: float | None = None
     is_due: bool = False  # the gate must be opened now
-    held: list[Pod] = []  # waiting pods that must be let through now
+    to_start: list[Pod] = []  # waiting pods that must be let through now
     due_in_s: float | None = None  # until the start grace ends, and fewer than all ranks suffice
     message: str = ""
     together: int | None = None  # how many ranks it lets go, once that is decided
@@ -135,7 +135,7 @@ def read_gate(
     if is_open(job):
         return StartGate(
             opened_at(job),
-            held=unreleased,
+            to_start=unreleased,
             message="start gate: open, starting",
             together=_together(job),
         )
@@ -149,12 +149,12 @@ def read_gate(
         desired.size > 0
         and not is_ending
         and yielded_at(job) is None
-        and not is_held(job)
+        and not is_blocked(job)
         and may_start(able, world, is_grace_over=is_grace_over)
     )
     return StartGate(
         is_due=is_due,
-        held=unreleased if is_due else [],
+        to_start=unreleased if is_due else [],
         due_in_s=None if is_grace_over else left,
         message=f"start gate: {able} of {world.target} ranks are ready to start",
         together=able if is_due else None,

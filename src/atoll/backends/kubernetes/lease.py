@@ -73,10 +73,10 @@ class Lease:
         while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
             try:
                 async with asyncio.timeout(self._renew_s):
-                    is_held = await self._acquire_once()
+                    is_renewed = await self._acquire_once()
             except TimeoutError:
-                is_held = False
-            if is_held:
+                is_renewed = False
+            if is_renewed:
                 deadline = time.monotonic() + self._duration_s * 2 / 3
             elif time.monotonic() >= deadline:
                 log.warning("the lease could not be renewed; this operator stops acting")

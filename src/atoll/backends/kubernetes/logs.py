@@ -20,15 +20,15 @@ from atoll.backends.kubernetes.names import INDEX, LOG_OF, MANAGED, UID
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, NotFound, Permanent, Temporary
 from atoll.core.lines import split_lines
-from atoll.core.status import LogLine, PlacedLine, RankStatus, Training
+from atoll.core.status import LogLine, OffsetLine, RankStatus, Training
 from atoll.logs.files import amerged
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 AT_ONCE = 16  # logs read at a time, each over a connection of its own
-GONE = "[the log was deleted with its pod; these are its last lines]"
+DELETED_NOTE = "[the log was deleted with its pod; these are its last lines]"
 
 
 class LogSource(NamedTuple):
@@ -36,18 +36,23 @@ class LogSource(NamedTuple):
 
     cluster: Cluster
     training: Training
-    pods: Callable[[], Awaitable[list[Json]]]
+    pods: Callable[[], Awaitable[list[Pod]]]
     archived: Callable[[int], Awaitable[list[str]]]
 
     @classmethod
     def of(
-        cls, training: Training, namespace: str, cluster: Cluster, mirror: Mirror, archive: Archive
+        cls,
+        training: Training,
+        namespace: str,
+        cluster: Cluster,
+        mirror: Mirror[Pod],
+        archive: Archive,
     ) -> LogSource:
-        async def pods() -> list[Json]:
+        async def pods() -> list[Pod]:
             if mirror.is_live:
                 return list(mirror.of(training.uid).values())
-            labels = f"{UID}={training.uid}"
-            return (await cluster.list("pods", namespace, labels=labels)).items
+            listed = await cluster.list("pods", namespace, labels=f"{UID}={training.uid}")
+            return [Pod(manifest) for manifest in listed.items]
 
         async def archived(rank: int) -> list[str]:
             return await archive.lines(namespace, training.uid, rank)
@@ -66,26 +71,26 @@ async def read_logs(
     one after another: each is a connection."""
     if follow is None:
         pods = _by_rank(await source.pods(), ranks)
-        chosen = sorted({*pods, *_gone(source.training, ranks)})
-        logs = [_whole(source, rank, pods.get(rank, []), tail) for rank in chosen]
+        chosen = sorted({*pods, *_ended_ranks(source.training, ranks)})
+        logs = [_read_rank(source, rank, pods.get(rank, []), tail) for rank in chosen]
         if len(logs) > 1:  # those of the others are shown
-            logs = [_told(rank, log) for rank, log in zip(chosen, logs, strict=True)]
+            logs = [_with_errors(rank, log) for rank, log in zip(chosen, logs, strict=True)]
         for group in (logs,) if len(logs) <= AT_ONCE else ([log] for log in logs):
             async for line in amerged(group):
                 yield line
         return
-    places = {} if tail is None else await tail_places(source, ranks=ranks, tail=tail)
-    async for line in follow_logs(source, places, ranks=ranks, is_over=follow):
+    offsets = {} if tail is None else await tail_offsets(source, ranks=ranks, tail=tail)
+    async for line in follow_logs(source, offsets, ranks=ranks, is_over=follow):
         yield line
 
 
-async def tail_places(
+async def tail_offsets(
     source: LogSource, *, ranks: Sequence[int] | None, tail: int
 ) -> dict[int, int]:
     """By rank, the nanosecond after which its last `tail` lines were written."""
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def place(pods: list[Pod]) -> int | None:
+    async def offset_of(pods: list[Pod]) -> int | None:
         times: list[int] = []
         async with slots:
             for pod in reversed(pods):
@@ -102,11 +107,11 @@ async def tail_places(
         return times[-tail:][0] - 1 if tail else times[-1]
 
     by_rank = _by_rank(await source.pods(), ranks)
-    places = await asyncio.gather(*(place(pods) for pods in by_rank.values()))
-    return {rank: at for rank, at in zip(by_rank, places, strict=True) if at is not None}
+    offsets = await asyncio.gather(*(offset_of(pods) for pods in by_rank.values()))
+    return {rank: at for rank, at in zip(by_rank, offsets, strict=True) if at is not None}
 
 
-async def _whole(
+async def _read_rank(
     source: LogSource, rank: int, pods: list[Pod], tail: int | None
 ) -> AsyncIterator[LogLine]:
     """The logs of all attempts of a rank that can still be read, or the last lines recorded."""
@@ -119,7 +124,7 @@ async def _whole(
         yield line
 
 
-async def _told(rank: int, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
+async def _with_errors(rank: int, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
     """The lines; a line says so if they cannot be read."""
     try:
         async for line in lines:
@@ -150,7 +155,7 @@ async def _all_lines(
             unreadable = error
     last = _statuses(source.training).get(rank)
     if is_empty and last is not None and last.exit is not None and last.exit.log_tail:
-        for text in (GONE, *last.exit.log_tail):
+        for text in (DELETED_NOTE, *last.exit.log_tail):
             yield LogLine(rank=rank, text=text)
     if unreadable is not None:
         raise unreadable
@@ -170,7 +175,7 @@ def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
 
 async def follow_logs(
     source: LogSource,
-    places: Mapping[int, int],
+    offsets: Mapping[int, int],
     *,
     ranks: Sequence[int] | None,
     is_over: Callable[[], bool],
@@ -181,22 +186,22 @@ async def follow_logs(
     ended: set[str] = set()
 
     async def read(pod: Pod) -> None:
-        after = places.get(pod.rank, 0)
+        after = offsets.get(pod.rank, 0)
         while True:
-            is_whole = pod.name in ended  # a pod that has ended adds nothing while it is read
+            is_complete = pod.name in ended  # a pod that has ended adds nothing while it is read
             try:
                 async for at, text in source.cluster.dated_log(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
                 ):
                     after = at
-                    await lines.put(PlacedLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
+                    await lines.put(OffsetLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
             except NotFound:
                 return
             except (Permanent, Temporary):  # its container is not there yet, or the server is away
-                is_whole = False
-            if is_whole:
+                is_complete = False
+            if is_complete:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     try:
         while True:
@@ -205,12 +210,12 @@ async def follow_logs(
                 for pod in pods:
                     if pod.is_over:
                         ended.add(pod.name)
-                    if pod.name not in readers and ("running" in pod.state or pod.is_over):
+                    if pod.name not in readers and (pod.is_running or pod.is_over):
                         readers[pod.name] = asyncio.create_task(read(pod))
             if is_last:
                 await _settle(list(readers.values()))
             try:
-                async with asyncio.timeout(0 if is_last else LOOK_S):
+                async with asyncio.timeout(0 if is_last else POLL_S):
                     while True:
                         yield await lines.get()
             except TimeoutError:
@@ -231,9 +236,9 @@ async def _settle(readers: list[asyncio.Task[None]]) -> None:
         await asyncio.wait(readers, timeout=5.0)
 
 
-def _by_rank(manifests: list[Json], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
+def _by_rank(pods: list[Pod], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
     by_rank: dict[int, list[Pod]] = {}
-    for pod in sorted(map(Pod, manifests), key=lambda p: p.created_at):
+    for pod in sorted(pods, key=lambda p: p.created_at):
         if pod.rank >= 0 and (ranks is None or pod.rank in ranks):
             by_rank.setdefault(pod.rank, []).append(pod)
     return by_rank
@@ -243,7 +248,7 @@ def _statuses(training: Training) -> dict[int, RankStatus]:
     return {r.rank: r for r in (*training.status.removed_ranks, *training.status.ranks)}
 
 
-def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:
+def _ended_ranks(training: Training, ranks: Sequence[int] | None) -> set[int]:
     statuses = _statuses(training).values()
     return {r.rank for r in statuses if r.exit and (ranks is None or r.rank in ranks)}
 
@@ -251,7 +256,7 @@ def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:
 PER_RANK = 64 * 2**10
 PER_TRAINING = 4 * 2**20
 CAPTURES = 50
-SEEN_KEPT = 10_000
+MAX_CAPTURED = 10_000
 OPEN_S = 3.0  # a scale-down waits no longer for the logs of what it stops
 TRIES, AGAIN_S = 3, 0.5
 
@@ -263,7 +268,7 @@ class Archive:
         self._cluster = cluster
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opened: dict[str, asyncio.Event] = {}  # whether the stream of a log is open
-        self._observed: set[str] = set()
+        self._captured: set[str] = set()
         self._gate = asyncio.Semaphore(CAPTURES)
 
     async def begin(self, pods: Sequence[Pod], ranks: int) -> None:
@@ -284,10 +289,10 @@ class Archive:
     def capture(self, pod: Pod, ranks: int) -> None:
         """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
         key = pod.metadata["uid"]
-        if key not in self._observed:
-            if len(self._observed) > SEEN_KEPT:
-                self._observed = set(self._tasks)
-            self._observed.add(key)
+        if key not in self._captured:
+            if len(self._captured) > MAX_CAPTURED:
+                self._captured = set(self._tasks)
+            self._captured.add(key)
             limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
             opened = self._opened[key] = asyncio.Event()
             self._tasks[key] = asyncio.create_task(self._capture(pod, limit, opened))

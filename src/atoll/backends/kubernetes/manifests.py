@@ -89,16 +89,16 @@ def render_manifests(
 def read_options(text: str) -> dict[str, Any]:
     """The options that the JSON names; the operator has its own defaults for the others."""
     try:
-        options, given = decode(text, KubernetesOptions), msgspec.json.decode(text)
+        options, raw = decode(text, KubernetesOptions), msgspec.json.decode(text)
     except ValidationError as error:
         field = "--options" if error.field == "body" else f"--options: {error.field}"
         raise ValidationError(field, error.value, error.expected) from error
-    if "namespace" in given:
-        raise ValidationError("--options: namespace", given["namespace"], "expected as --namespace")
+    if "namespace" in raw:
+        raise ValidationError("--options: namespace", raw["namespace"], "expected as --namespace")
     names = zip(
         KubernetesOptions.__struct_fields__, KubernetesOptions.__struct_encode_fields__, strict=True
     )
-    return {name: getattr(options, name) for name, sent in names if sent in given}
+    return {name: getattr(options, name) for name, sent in names if sent in raw}
 
 
 def _named(api: str, kind: str, namespace: str | None, name: str = NAME) -> Json:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.names import SELECTOR, UID
@@ -17,10 +17,14 @@ Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-class Mirror:
-    """Objects by training uid and name. `notify` gets each object that may have changed.
+T = TypeVar("T")
 
-    `on_deleted` gets each object that has left, and whether that is its very last state.
+
+class Mirror(Generic[T]):
+    """Objects by training uid and name, each parsed once by `parse`.
+
+    `notify` gets the labels of an object of each training that may have changed. `on_deleted` gets
+    each object that no longer exists, and whether that is its very last state.
     """
 
     def __init__(
@@ -28,20 +32,23 @@ class Mirror:
         cluster: Cluster,
         kind: str,
         namespace: str | None,
+        parse: Callable[[Json], T],
         notify: Callable[[Json], None],
-        on_deleted: Callable[[Json, bool], None] = lambda item, is_final: None,
+        on_deleted: Callable[[T, bool], None] = lambda item, is_final: None,
     ) -> None:
         self._cluster = cluster
         self._kind = kind
         self._namespace = namespace
+        self._parse = parse
         self._notify = notify
         self._on_deleted = on_deleted
-        self._objects: dict[str, dict[str, Json]] = defaultdict(dict)
+        self._objects: dict[str, dict[str, T]] = defaultdict(dict)
+        self._labels: dict[str, Json] = {}  # of an object of each training
         self._version = 0
         self._moved = asyncio.Event()
         self.is_live = False
 
-    def of(self, uid: str) -> Mapping[str, Json]:
+    def of(self, uid: str) -> Mapping[str, T]:
         return self._objects.get(uid, {})
 
     async def reach(self, version: int, timeout_s: float) -> bool:
@@ -76,17 +83,25 @@ class Mirror:
 
     async def _load(self) -> None:
         objects = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
-        old = [o for by_name in self._objects.values() for o in by_name.values()]
-        self._objects.clear()
+        old, old_labels = self._objects, self._labels
+        self._objects, self._labels = defaultdict(dict), {}
         for item in objects.items:
-            self._objects[_uid(item)][item["metadata"]["name"]] = item
+            self.put(item)
         self._advance(objects.version)
         self.is_live = True
-        for item in old:
-            if item["metadata"]["name"] not in self._objects.get(_uid(item), {}):
-                self._on_deleted(item, False)
-        for item in (*old, *objects.items):
-            self._notify(item)
+        for uid, by_name in old.items():
+            for name in by_name.keys() - self.of(uid).keys():
+                self._on_deleted(by_name[name], False)
+        for labels in (old_labels | self._labels).values():
+            self._notify(labels)
+
+    def put(self, item: Json) -> str:
+        """Takes over the newest state of an object; returns the uid of its training."""
+        labels = item["metadata"].get("labels") or {}
+        uid = str(labels.get(UID, ""))
+        self._objects[uid][item["metadata"]["name"]] = self._parse(item)
+        self._labels[uid] = labels
+        return uid
 
     async def _follow(self) -> None:
         while True:
@@ -98,15 +113,13 @@ class Mirror:
                 self._advance(event.object["metadata"]["resourceVersion"])
 
     def _update(self, type: str, item: Json) -> None:
-        by_name = self._objects[_uid(item)]
+        uid = self.put(item)
+        self._notify(self._labels[uid])
         if type == "DELETED":
-            by_name.pop(item["metadata"]["name"], None)
-            if not by_name:
-                self._objects.pop(_uid(item), None)
-            self._on_deleted(item, True)
-        else:
-            by_name[item["metadata"]["name"]] = item
-        self._notify(item)
+            deleted = self._objects[uid].pop(item["metadata"]["name"])
+            if not self._objects[uid]:
+                del self._objects[uid], self._labels[uid]
+            self._on_deleted(deleted, True)
 
     def _advance(self, version: str) -> None:
         self._version = int(version)
@@ -115,7 +128,3 @@ class Mirror:
     def _go_stale(self) -> None:
         self.is_live = False
         self._moved.set()
-
-
-def _uid(item: Json) -> str:
-    return str((item["metadata"].get("labels") or {}).get(UID, ""))

@@ -16,7 +16,7 @@ from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.mesh import split_endpoint
-from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds, check_quantity
+from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec, check_quantity
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.mesh.reach import DEADLINE_S
 
@@ -83,7 +83,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     gpu_resource_key: str = "nvidia.com/gpu"
     gpu_nodes: dict[str, GpuNodes] = msgspec.field(default_factory=lambda: GPU_NODES)
     gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
-    ttl_seconds_after_finished: WholeSeconds | None = 86_400
+    ttl_seconds_after_finished: IntegerSeconds | None = 86_400
     kueue_queue: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -99,9 +99,9 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     agent_image: str | None = None  # has Python and atoll: for the mesh and the link bench
     mesh_deadline_s: Seconds = DEADLINE_S  # ranks are let in with what there is after this
     master_port: Port = 29_500
-    deadline_margin_s: WholeSeconds = 0  # by which the Job's deadline is after the training's
+    deadline_margin_s: IntegerSeconds = 0  # by which the Job's deadline is after the training's
     kubelet_port: Port | None = 10_250  # where nodes answer; None: only the cluster is asked
-    lost_node_s: WholeSeconds = 30  # a node that does not answer loses its ranks after this
+    lost_node_s: IntegerSeconds = 30  # a node that does not answer loses its ranks after this
     gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: Patience = 60.0  # and asks again after this
     image_timeout_s: Patience = 300.0  # an image that cannot be pulled ends the training after this
@@ -109,7 +109,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     is_controlled: bool = False
     # Pods stay until their exit is stored, whatever becomes of the controller: a node is not
     # drained without it.
-    is_exit_held: bool = False
+    has_exit_finalizer: bool = False
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
     # Ranks write how they ended, by agent/process.py; the image needs sh. Unset: those do that may
     # have peers and a start gate. False: the command runs exactly as given, and the kubelet's

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from atoll.backends.kubernetes.names import (
+    BLOCKED_BY,
     DESIRED,
     FINALIZER,
-    HELD,
     QUEUE,
     RELEASED,
     SHRINKS,
@@ -22,9 +22,9 @@ from atoll.core.status import DesiredState
 
 Json = dict[str, Any]
 
-SHRINKS_KEPT = 16
+MAX_SHRINKS = 16
 # A strategic merge patch of a pod that removes atoll's finalizer, wherever it is in the list.
-LET_GO: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}}
+DROP_FINALIZER: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}}
 
 
 def render_resize(desired: DesiredState, job: Json, now: float) -> Json:
@@ -53,13 +53,13 @@ def is_released(job: Json | None) -> bool:
     return RELEASED in ((job or {}).get("metadata", {}).get("annotations") or {})
 
 
-def is_held(job: Json | None) -> bool:
-    return HELD in ((job or {}).get("metadata", {}).get("annotations") or {})
+def is_blocked(job: Json | None) -> bool:
+    return BLOCKED_BY in ((job or {}).get("metadata", {}).get("annotations") or {})
 
 
-def render_unhold(job: Json) -> Json:
+def render_unblock(job: Json) -> Json:
     """A merge patch that no longer holds a Job back. If it is in a queue, the queue starts it."""
-    patch: Json = {"metadata": {"annotations": {HELD: None}}}
+    patch: Json = {"metadata": {"annotations": {BLOCKED_BY: None}}}
     if QUEUE not in job["metadata"].get("labels", {}):
         patch["spec"] = {"suspend": False}
     return patch
@@ -117,8 +117,8 @@ def yielded_at(job: Json) -> float | None:
 
 
 def render_lost(node: str | None) -> Json:
-    words = f"the node {node} does not answer"
-    return {"status": {"phase": "Failed", "reason": "NodeLost", "message": words}}
+    message = f"the node {node} does not answer"
+    return {"status": {"phase": "Failed", "reason": "NodeLost", "message": message}}
 
 
 def _as_read(job: Json, annotations: Json | None = None) -> Json:
@@ -129,5 +129,5 @@ def _as_read(job: Json, annotations: Json | None = None) -> Json:
 
 def _shrunk(job: Json, size: int, now: float) -> dict[str, str]:
     text = (job["metadata"].get("annotations") or {}).get(SHRINKS, "[]")
-    shrinks = [*msgspec.json.decode(text), [size, round(now, 3)]][-SHRINKS_KEPT:]
+    shrinks = [*msgspec.json.decode(text), [size, round(now, 3)]][-MAX_SHRINKS:]
     return {SHRINKS: msgspec.json.encode(shrinks).decode()}

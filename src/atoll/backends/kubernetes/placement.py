@@ -22,13 +22,15 @@ def ranks_of(training: Training) -> dict[str, str]:
 
 def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
     own = options.own_pod.get("tolerations")
-    made: list[Json] = list(own or ())
+    merged: list[Json] = list(own or ())
     if own is None and needs.gpu_count:
-        made.append({"key": options.gpu_resource_key, "operator": "Exists", "effect": "NoSchedule"})
-    given = {t.get("key") for t in made}
+        merged.append(
+            {"key": options.gpu_resource_key, "operator": "Exists", "effect": "NoSchedule"}
+        )
+    keys = {t.get("key") for t in merged}
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-        if key not in given:
-            made.append(
+        if key not in keys:
+            merged.append(
                 {
                     "key": key,
                     "operator": "Exists",
@@ -36,7 +38,7 @@ def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
                     "tolerationSeconds": options.lost_node_s,
                 }
             )
-    return made
+    return merged
 
 
 def node_selector(needs: Resources, options: KubernetesOptions) -> dict[str, str]:
@@ -75,11 +77,11 @@ def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
 
 
 def affinity(training: Training, options: KubernetesOptions) -> Json | None:
-    made: Json = {**options.own_pod.get("affinity", {})}
+    merged: Json = {**options.own_pod.get("affinity", {})}
     rules = _node_rules(training, options)
     by_gpu = _gpu_rules(training.spec.resources, options)
     if rules or by_gpu != [[]]:
-        node = {**made.get("nodeAffinity", {})}
+        node = {**merged.get("nodeAffinity", {})}
         required = "requiredDuringSchedulingIgnoredDuringExecution"
         # Terms are alternatives: each of the caller's own must meet our rules as well.
         terms = node.get(required, {}).get("nodeSelectorTerms") or [{}]
@@ -90,8 +92,8 @@ def affinity(training: Training, options: KubernetesOptions) -> Json | None:
                 for gpu in by_gpu
             ]
         }
-        made["nodeAffinity"] = node
-    if training.spec.topology_spread == "pack" and "podAffinity" not in made:
+        merged["nodeAffinity"] = node
+    if training.spec.topology_spread == "pack" and "podAffinity" not in merged:
         near = [
             {
                 "weight": weight,
@@ -105,8 +107,8 @@ def affinity(training: Training, options: KubernetesOptions) -> Json | None:
                 ("topology.kubernetes.io/zone", 50),
             )
         ]
-        made["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": near}
-    return made or None
+        merged["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": near}
+    return merged or None
 
 
 def spread(training: Training) -> list[Json] | None:

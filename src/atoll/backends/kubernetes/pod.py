@@ -28,7 +28,7 @@ from atoll.backends.kubernetes.names import (
 from atoll.backends.kubernetes.results import printed
 from atoll.core.lines import split_lines
 from atoll.core.reasons import ExitReason
-from atoll.core.status import Exit
+from atoll.core.status import Exit, ObservedRank
 
 Json = dict[str, Any]
 
@@ -174,13 +174,12 @@ def when(text: str | None) -> float | None:
     return at or None
 
 
-def part_of(manifest: Json) -> str:
-    """What the pod does for its training: it is a rank, an etcd or a bench."""
-    return str((manifest["metadata"].get("labels") or {}).get(PART, CONTAINER))
-
-
 class Pod:
-    """A pod's manifest with names for what atoll asks of it."""
+    """A pod's manifest with names for what atoll asks of it.
+
+    A pod is parsed once, when it arrives, and read in every observation until it changes: what all
+    of them need is an attribute, and the rest is computed on demand.
+    """
 
     def __init__(self, manifest: Json) -> None:
         self.manifest = manifest
@@ -192,8 +191,9 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
-        # The name of its container, too, but for launches from scripts.
-        self.part = part_of(manifest)
+        # What the pod does for its training: it is a rank, an etcd or a bench. Also the name of
+        # its container, except in launches from scripts.
+        self.part = str((self.metadata.get("labels") or {}).get(PART, CONTAINER))
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
         self.address: str = self.status.get("hostIP", "")  # of its node
@@ -205,9 +205,28 @@ class Pod:
         self._gate: Json = next(
             (c.get("state") or {} for c in self._before if c["name"] == GATE), {}
         )
-        self._conditions: dict[str, Json] = {
-            c["type"]: c for c in self.status.get("conditions") or ()
-        }
+        self.is_leaving = "deletionTimestamp" in self.metadata
+        self.is_running = "running" in self.state
+        self.is_over = "terminated" in self.state or self.status.get("phase") in (
+            "Succeeded",
+            "Failed",
+        )
+        state = self.state.get("running") or self.state.get("terminated") or {}
+        # A command that could not be run has an end and no start.
+        self.started_at = when(state.get("startedAt")) or when(state.get("finishedAt"))
+        self.has_run = self.started_at is not None
+        # Its start gate runs, according to the kubelet's last report.
+        self.is_gate_up = "running" in self._gate and not self.is_over
+        # A finalizer keeps the pod until its exit is stored.
+        self.has_finalizer = FINALIZER in (self.metadata.get("finalizers") or ())
+        # It runs and nothing is due: almost every pod of a large gang, most of the time.
+        is_steady = self.is_running and self.has_run and not self.is_over and not self.is_leaving
+        self.is_steady = is_steady and not self.has_finalizer
+        self.observed: ObservedRank | None = None  # a steady pod's rank, once it was read
+
+    @functools.cached_property
+    def _conditions(self) -> dict[str, Json]:
+        return {c["type"]: c for c in self.status.get("conditions") or ()}
 
     @property
     def attempt(self) -> int:
@@ -218,23 +237,10 @@ class Pod:
         return int(self.created_at)
 
     @property
-    def has_finalizer(self) -> bool:
-        """A finalizer keeps the pod until its exit is stored."""
-        return FINALIZER in (self.metadata.get("finalizers") or ())
-
-    @property
-    def is_leaving(self) -> bool:
-        return "deletionTimestamp" in self.metadata
-
-    @property
     def left_at(self) -> float | None:
         """When its deletion was requested."""
         at = when(self.metadata.get("deletionTimestamp"))
         return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
-
-    @property
-    def is_over(self) -> bool:
-        return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
     def is_ending(self, now: float) -> bool:
         """Its rank has ended, and the kubelet is about to report the end of the pod."""
@@ -243,25 +249,10 @@ class Pod:
         return at is not None and not is_reported and now < at + LATE_S
 
     @property
-    def started_at(self) -> float | None:
-        state = self.state.get("running") or self.state.get("terminated") or {}
-        # A command that could not be run has an end and no start.
-        return when(state.get("startedAt")) or when(state.get("finishedAt"))
-
-    @property
-    def has_run(self) -> bool:
-        return self.started_at is not None
-
-    @property
     def is_being_created(self) -> bool:
         """The pod has its node, but no container runs yet; only events tell what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
         return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_CREATED
-
-    @property
-    def is_gate_up(self) -> bool:
-        """Its start gate runs, according to the kubelet's last report."""
-        return "running" in self._gate and not self.is_over
 
     @property
     def is_at_gate(self) -> bool:
@@ -300,18 +291,22 @@ class Pod:
 
     def is_lost(self, now: float) -> bool:
         """The pod is being deleted on a node that does not answer, and may never report again."""
+        if not self.is_leaving or self.is_over:
+            return False
         is_silent = self.condition("Ready").get("status") != "True"
         reason = self.condition("DisruptionTarget").get("reason")
         is_abandoned = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
         is_abandoned = is_abandoned and self.has_run  # at the start gate no pod is Ready
-        is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
-        return is_running and is_silent and (is_abandoned or self.is_late(now))
+        is_up = self.has_run or self.is_gate_up
+        return is_up and is_silent and (is_abandoned or self.is_late(now))
 
     def condition(self, kind: str) -> Json:
         return self._conditions.get(kind, {})
 
     @property
     def waiting_reason(self) -> str:
+        if self.is_running:
+            return ""
         if self.condition("PodScheduled").get("status") == "False":
             return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
         return str(self._waiting[0].get("reason", ""))
@@ -325,7 +320,7 @@ class Pod:
     def _waiting(self) -> tuple[Json, str]:
         """Why the container whose turn it is waits, and its image."""
         waiting: Json = {}
-        if "running" in self.state:  # a restarting sidecar does not concern the rank
+        if self.is_running:  # a restarting sidecar does not concern the rank
             return waiting, ""
         for status in (*self._before, self.container):
             waiting = (status.get("state") or {}).get("waiting") or waiting

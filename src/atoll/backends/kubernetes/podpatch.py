@@ -52,7 +52,7 @@ KINDS: dict[str, type] = {
         ("serviceAccountName", "priorityClassName", "runtimeClassName", "schedulerName"), str
     ),
 }
-WORDS: dict[type, str] = {list: "a list of objects", dict: "an object", str: "text"}
+KIND_NAMES: dict[type, str] = {list: "a list of objects", dict: "an object", str: "text"}
 
 # What a patch may not say, with what would be right.
 FIXED = {
@@ -110,9 +110,9 @@ def _merge_list(rule: ListRule, base: list[Json], patch: list[Json]) -> list[Jso
         key = entry.get(rule.key)
         before = merged.get(key, {}) if rule.is_deep else {}
         merged[key] = merge_pod(before, entry)
-    kept = [entry for key, entry in merged.items() if key in known]
+    existing = [entry for key, entry in merged.items() if key in known]
     new = [entry for key, entry in merged.items() if key not in known]
-    return [*new, *kept] if rule.is_new_first else [*kept, *new]
+    return [*new, *existing] if rule.is_new_first else [*existing, *new]
 
 
 def check_patch(patch: object, field: str = "pod") -> None:
@@ -136,7 +136,7 @@ def _check_fields(where: str, fields: Json, fixed: dict[str, str]) -> None:
         if value is None and name not in NEEDED:
             continue
         if name in KINDS and not isinstance(value, KINDS[name]):
-            raise ValidationError(field, value, f"expected {WORDS[KINDS[name]]}")
+            raise ValidationError(field, value, f"expected {KIND_NAMES[KINDS[name]]}")
         if name in LISTS:
             _check_entries(field, name, value)
 
@@ -213,24 +213,24 @@ class ShortNames(SpecModel, frozen=True):
             check_strings(field, getattr(self, field))
         if self.image_pull_policy is not None:
             check_choice("image_pull_policy", self.image_pull_policy, PullPolicy)
-        for name, place in SHORT_NAMES.items():
+        for name, render in SHORT_NAMES.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                _check_kind(name, value, place(value))
+                _check_kind(name, value, render(value))
         check_patch(self.with_short_names({}))
 
     def with_short_names(self, pod: Json) -> Json:
-        for name, place in SHORT_NAMES.items():
+        for name, render in SHORT_NAMES.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                pod = merge_pod(pod, place(value))
+                pod = merge_pod(pod, render(value))
         return pod
 
 
 def _check_kind(name: str, value: object, patch: Json) -> None:
     for field, part in patch.items():
         if field in KINDS and not isinstance(part, KINDS[field]):
-            raise ValidationError(name, value, f"expected {WORDS[KINDS[field]]}")
+            raise ValidationError(name, value, f"expected {KIND_NAMES[KINDS[field]]}")
 
 
 def _of_rank(**fields: Any) -> Json:

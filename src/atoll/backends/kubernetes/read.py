@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.deleted_pods import Departed, is_stored
+from atoll.backends.kubernetes.deleted_pods import DeletedState, is_stored
 from atoll.backends.kubernetes.followups import (
-    GiveUp,
+    DropFinalizer,
+    FailLostPods,
     KeepLogs,
-    LetGo,
     MarkStopped,
     OpenGate,
     PatchJob,
@@ -58,7 +58,7 @@ from atoll.core.status import (
 
 Json = dict[str, Any]
 
-NOBODY = Departed()
+NOBODY = DeletedState()
 DELETED = ExitReason.DELETED.meaning
 RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
 
@@ -87,12 +87,12 @@ def desired_of(job: Json | None) -> DesiredState | None:
     return decode(text, DesiredState) if text else None
 
 
-def is_unchanged(job: Json, manifests: Iterable[Json]) -> bool:
+def is_unchanged(job: Json, pods: Iterable[Pod]) -> bool:
     """Whether a Job read earlier is still the same, as its pods show: each rank has exactly one."""
     desired = desired_of(job)
     if desired is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
-    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving and p.rank >= 0]
+    there = [p.rank for p in pods if not p.is_leaving and p.rank >= 0]
     return set(there) == set(range(desired.size))
 
 
@@ -107,49 +107,56 @@ def finished(job: Json) -> str:
 def observe_gang(
     training: Training,
     job: Json | None,
-    manifests: Iterable[Json],
+    pods: Iterable[Pod],
     options: KubernetesOptions,
     now: float,
-    trouble: str = "",
+    pod_error: str = "",
     silent: Collection[str] = (),
-    departed: Departed = NOBODY,
+    deleted: DeletedState = NOBODY,
 ) -> GangView:
-    """`trouble` is what the Job controller says when it cannot make pods.
+    """Observes the ranks of a training from its Job and its pods.
 
-    `silent` are addresses of nodes that have stopped answering, `departed` pods that are gone.
+    `pod_error` is the Job controller's message when it cannot create pods. `silent` are addresses
+    of nodes that have stopped answering. `deleted` is what is known of pods that no longer exist.
     """
     by_rank: defaultdict[int, list[Pod]] = defaultdict(list)
-    gone = [p for p in map(Pod, departed.manifests) if not _is_unreportable(p, now)]
-    for pod in () if is_released(job) else (*map(Pod, manifests), *gone):
+    deleted_pods = [p for p in deleted.pods if not _is_unreportable(p, now)]
+    for pod in () if is_released(job) else (*pods, *deleted_pods):
         if pod.rank >= 0:
             by_rank[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
     desired = desired_of(job)
     shrinks = _shrinks(job)
     newest = [
-        _newest(pods) for rank, pods in by_rank.items() if desired is None or rank < desired.size
+        own[0] if len(own) == 1 else max(own, key=_age)
+        for rank, own in by_rank.items()
+        if desired is None or rank < desired.size
     ]
     gate = read_gate(training, job, desired, newest, now)
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     unsettled: list[Pod] = []
-    unread = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.unread}
-    sought = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.sought}
-    gone_names = {p.name for p in gone}
-    for rank, pods in sorted({**dict.fromkeys((*unread, *sought), []), **by_rank}.items()):
-        pods.sort(key=_age)
-        there = [p for p in pods if p.name not in gone_names]
+    unknown = _alive(known, deleted.unknown)
+    searching = _alive(known, deleted.searching)
+    deleted_names = {p.name for p in deleted_pods}
+    for rank, own in sorted({**dict.fromkeys((*unknown, *searching), []), **by_rank}.items()):
+        if len(own) == 1 and own[0].is_steady and rank not in unknown and rank not in searching:
+            is_beyond = desired is not None and rank >= desired.size
+            ranks.append(_running_rank(own[0], is_beyond, silent))
+            continue
+        own.sort(key=_age)
+        there = [p for p in own if p.name not in deleted_names]
         unsettled += [p for p in there if _is_unsettled(p, gate, desired, now)]
-        if rank in unread:
-            ranks.append(_unread(unread[rank], job, shrinks, now, is_last=not there))
+        if rank in unknown:
+            ranks.append(_unknown_end(unknown[rank], job, shrinks, now, is_last=not there))
             has_more = has_more or bool(there)
             continue
-        if rank in sought:
-            ranks.append(_sought(sought[rank]))
+        if rank in searching:
+            ranks.append(_searched_rank(searching[rank]))
             continue
-        pod, later = _pod_to_report(pods, known.get(rank), now)
+        pod, later = _pod_to_report(own, known.get(rank), now)
         is_done = [p for p in there if p not in later and p not in unsettled]
-        may_go += [p for p in there if p.is_held and not options.is_exit_held]
-        may_go += [p for p in is_done if options.is_exit_held and _may_go(p, now)]
+        may_go += [p for p in there if p.has_finalizer and not options.has_exit_finalizer]
+        may_go += [p for p in is_done if options.has_exit_finalizer and _may_go(p, now)]
         leaving += [p for p in there if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in there if p.is_lost(now)]
         has_more = has_more or bool(later)
@@ -162,9 +169,9 @@ def observe_gang(
             ranks.append(
                 ObservedRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
             )
-    held = {*unread, *sought, *departed.sought_ranks}
-    held |= {r for r, pods in by_rank.items() if any(not is_stored(p, known.get(r)) for p in pods)}
-    lost_unseen = {r.rank: r for r in vanished_ranks(training, job, held, known, now)}
+    covered = {*unknown, *searching, *deleted.searching_ranks}
+    covered |= {r for r, own in by_rank.items() if any(not is_stored(p, known.get(r)) for p in own)}
+    lost_unseen = {r.rank: r for r in vanished_ranks(training, job, covered, known, now)}
     ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
     for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
         if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
@@ -177,7 +184,7 @@ def observe_gang(
         desired=desired,
         is_supervised=desired is not None and not (job and finished(job)),
         is_closed=desired is not None and bool(job and finished(job)),
-        message=_message(job, trouble, options),
+        message=_message(job, pod_error, options),
         rendezvous_endpoint=rendezvous_endpoint(training, options),
         has_gate=True,
         # Without a gate, a rank is let go when its container starts.
@@ -192,7 +199,7 @@ def observe_gang(
         leaving=leaving,
         lost=lost,
         has_more=has_more,
-        half=_half(training, newest, options, now, _idle_since(job, gate, newest, trouble)),
+        half=_half(training, newest, options, now, _idle_since(job, gate, newest, pod_error)),
         gate=gate,
         newest=newest,
     )
@@ -208,9 +215,9 @@ def _followups_of_pods(view: GangView) -> Iterator[Followup]:
     if view.leaving:
         yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.observation.ranks))
     if view.lost:
-        yield GiveUp(pods=tuple(view.lost))
+        yield FailLostPods(pods=tuple(view.lost))
     if view.may_go:
-        yield LetGo(pods=tuple(view.may_go))
+        yield DropFinalizer(pods=tuple(view.may_go))
 
 
 def _followups_of_job(
@@ -227,8 +234,8 @@ def _followups_of_job(
         # The decision comes first: if the rest fails, the next look asks for it again.
         patch = render_opened(now, view.gate.together)
         yield PatchJob(why="the start gate opens", patch=patch)
-    if view.gate.held:
-        yield OpenGate(pods=tuple(view.gate.held), together=view.gate.together)
+    if view.gate.to_start:
+        yield OpenGate(pods=tuple(view.gate.to_start), together=view.gate.together)
     if finished(job):
         return
     if patch := _deadline(training, job, view.observation.gate_opened_at, options):
@@ -268,8 +275,8 @@ def _giving_way(
     left_s = _waits_for_room(job, options, now)
     if not left_s:
         return observation
-    words = f"too few nodes for min ranks at once; gave way, next try in {left_s:.0f} s"
-    return replace(observation, capacity=0, message=words, again_in_s=left_s)
+    message = f"too few nodes for min ranks at once; gave way, next try in {left_s:.0f} s"
+    return replace(observation, capacity=0, message=message, again_in_s=left_s)
 
 
 def _deadline(
@@ -307,8 +314,20 @@ def _age(pod: Pod) -> tuple[float, int]:
     return pod.created_at, pod.restarts
 
 
-def _newest(pods: list[Pod]) -> Pod:
-    return max(pods, key=_age)
+def _alive(known: Mapping[int, RankStatus], pods: Collection[str]) -> dict[int, RankStatus]:
+    """The ranks that were alive when they were last seen, in one of these pods."""
+    if not pods:
+        return {}
+    return {n: rank for n, rank in known.items() if rank.is_alive and rank.pod_name in pods}
+
+
+def _running_rank(pod: Pod, is_beyond: bool, silent: Collection[str]) -> ObservedRank:
+    """The rank of a steady pod: the same in every observation while nothing changes."""
+    if pod.observed is None:
+        pod.observed = _rank(pod, None, False, StartGate(), ())
+    if not is_beyond and pod.address not in silent:
+        return pod.observed
+    return _rank(pod, None, is_beyond, StartGate(), silent)
 
 
 def _rank(
@@ -320,7 +339,7 @@ def _rank(
 ) -> ObservedRank:
     """`exit` is None while it is not over."""
     is_over = exit is not None
-    is_running = "running" in pod.state and not is_over
+    is_running = pod.is_running and not is_over
     if is_over:
         message = ""
     elif is_running:
@@ -348,14 +367,14 @@ def _rank(
 def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> Exit:
     is_stopped = _is_stopped(pod, job, shrinks, now)
     exit = pod.exit(is_stopped=is_stopped, now=now)
-    is_told = is_stopped or exit.reason not in (
+    is_explained = is_stopped or exit.reason not in (
         ExitReason.ERROR,
         ExitReason.SIGNAL,
         ExitReason.UNKNOWN,
     )
     is_ours = any(pod.rank >= n and pod.created_at <= at + CLOCK_SKEW_S for n, at in shrinks)
     # A Job whose deadline has passed deletes its pods.
-    if is_told or is_ours or not pod.is_leaving or (job is not None and finished(job)):
+    if is_explained or is_ours or not pod.is_leaving or (job is not None and finished(job)):
         return exit
     # The kubelet's last report moves the time of the deletion to just after the end.
     if (pod.left_at or now) > exit.at + CLOCK_SKEW_S:
@@ -364,7 +383,7 @@ def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: flo
     return replace(exit, reason=ExitReason.DELETED, message=message)
 
 
-def _unread(
+def _unknown_end(
     rank: RankStatus,
     job: Json | None,
     shrinks: list[tuple[int, float]],
@@ -391,7 +410,7 @@ def _unread(
     )
 
 
-def _sought(rank: RankStatus) -> ObservedRank:
+def _searched_rank(rank: RankStatus) -> ObservedRank:
     """A rank whose pod is gone, while it is being read how it ended: as it last was."""
     return ObservedRank(
         rank=rank.rank,
@@ -411,8 +430,8 @@ def _is_unreportable(pod: Pod, now: float) -> bool:
     A pod whose node was lost is reported: it used up a restart.
     """
     is_lost = pod.is_lost(now) or pod.status.get("reason") == "NodeLost"
-    is_gone = pod.is_turned_away or (pod.is_leaving and not is_lost)
-    return is_gone and not pod.has_run and "terminated" not in pod.state
+    was_deleted = pod.is_turned_away or (pod.is_leaving and not is_lost)
+    return was_deleted and not pod.has_run and "terminated" not in pod.state
 
 
 def _is_unsettled(pod: Pod, gate: StartGate, desired: DesiredState | None, now: float) -> bool:
@@ -422,13 +441,13 @@ def _is_unsettled(pod: Pod, gate: StartGate, desired: DesiredState | None, now: 
     """
     is_stopping = pod.is_leaving or (desired is not None and pod.rank >= desired.size)
     is_through = gate.opened_at is not None and (pod.has_passed or pod.is_gate_up)
-    is_told = pod.is_over or pod.has_run or pod.is_turned_away or pod.waiting_reason in BROKEN
-    return is_stopping and is_through and not is_told and not pod.is_late(now)
+    is_explained = pod.is_over or pod.has_run or pod.is_turned_away or pod.waiting_reason in BROKEN
+    return is_stopping and is_through and not is_explained and not pod.is_late(now)
 
 
 def _may_go(pod: Pod, now: float) -> bool:
     is_over = pod.is_over or pod.is_lost(now) or (_is_unreportable(pod, now) and not pod.is_gate_up)
-    return pod.is_held and pod.is_leaving and is_over
+    return pod.has_finalizer and pod.is_leaving and is_over
 
 
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
@@ -469,11 +488,11 @@ def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
     )  # `since` is when the Job was resumed: the pod is from before the pause
 
 
-def _message(job: Json | None, trouble: str, options: KubernetesOptions) -> str:
-    if trouble and job is None:
-        return trouble
-    if trouble:
-        return f"Kubernetes cannot create the pod: {trouble}"
+def _message(job: Json | None, pod_error: str, options: KubernetesOptions) -> str:
+    if pod_error and job is None:
+        return pod_error
+    if pod_error:
+        return f"Kubernetes cannot create the pod: {pod_error}"
     if job is not None and job["spec"].get("suspend"):
         if options.kueue_queue is not None:
             return f"waits in the Kueue queue {options.kueue_queue} until the whole gang fits"
@@ -498,12 +517,14 @@ def _fault(training: Training, newest: list[Pod], options: KubernetesOptions, no
     return f"rank {broken[0].rank}: {broken[0].waits_for}"
 
 
-def _idle_since(job: Json | None, gate: StartGate, newest: list[Pod], trouble: str) -> float | None:
+def _idle_since(
+    job: Json | None, gate: StartGate, newest: list[Pod], pod_error: str
+) -> float | None:
     """Since when the gang has waited for room while it may hold some; None if it does not."""
     if gate.opened_at is not None:
         return None
     waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
-    if not waiting and trouble and job is not None and is_gated(job):
+    if not waiting and pod_error and job is not None and is_gated(job):
         waiting = [
             p for p in newest if p.is_at_gate
         ]  # a quota keeps the other pods from being created
@@ -518,9 +539,9 @@ def _half(
     since: float | None,
 ) -> list[Pod]:
     """Pods of an incomplete gang that hold nodes for too long: a Job is not gang-scheduled."""
-    holding = [p for p in newest if p.node is not None and not p.is_over]
     if options.gang_timeout_s is None or since is None:
         return []
+    holding = [p for p in newest if p.node is not None and not p.is_over]
     if len(holding) >= training.spec.world_size.min:
         return []
     return holding if now - since > options.gang_timeout_s else []
@@ -551,6 +572,8 @@ def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes
     sizes = (desired.size or job["spec"]["completions"], desired.size)
     status = job.get("status", {})
     texts = (status.get("completedIndexes") or "", status.get("failedIndexes") or "")
+    if not any(texts):
+        return JobIndexes(set(), set())
     settled = {
         rank
         for rank, before in known.items()
@@ -563,15 +586,13 @@ def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes
     return JobIndexes(completed, failed)
 
 
-def unexplained_failures(
-    training: Training, job: Json | None, manifests: Iterable[Json]
-) -> set[int]:
+def unexplained_failures(training: Training, job: Json | None, pods: Iterable[Pod]) -> set[int]:
     """Ranks that the Job counts as failed, though neither the status nor a pod tells how."""
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
     failed = ended_ranks(job, known).failed
     if not failed:
         return set()
-    return failed - {p.rank for p in map(Pod, manifests) if not is_stored(p, known.get(p.rank))}
+    return failed - {p.rank for p in pods if not is_stored(p, known.get(p.rank))}
 
 
 def vanished_ranks(
@@ -592,8 +613,8 @@ def vanished_ranks(
         is_failed = rank in ended.failed
         exit = Exit(code=0, at=at, reason=ExitReason.COMPLETED)
         if is_failed:
-            words = f"{DELETED} before its exit was read"
-            exit = Exit(code=None, at=at, reason=ExitReason.DELETED, message=words)
+            message = f"{DELETED} before its exit was read"
+            exit = Exit(code=None, at=at, reason=ExitReason.DELETED, message=message)
         yield ObservedRank(
             rank=rank,
             state="exited",

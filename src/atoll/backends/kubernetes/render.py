@@ -228,13 +228,13 @@ def reference_to(api: str, kind: str, metadata: Json) -> Json:
 def gang_metadata(
     training: Training, owner: Json | None, options: Options, name: str | None = None
 ) -> Json:
-    made: Json = {
+    metadata: Json = {
         "name": name or gang_name(training),
         "labels": {**options.labels, **gang_labels(training)},
     }
     if owner is not None:
-        made["ownerReferences"] = [owner]
-    return made
+        metadata["ownerReferences"] = [owner]
+    return metadata
 
 
 def _template(training: Training, options: Options) -> Json:
@@ -444,24 +444,26 @@ def _own_files(training: Training, options: Options) -> list[str]:
 
 
 def _volumes(training: Training, options: Options) -> list[Json]:
-    made: list[Json] = []
+    volumes: list[Json] = []
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
-        made.append({"name": SOURCE, "configMap": {"name": gang_name(training), "items": [item]}})
+        volumes.append(
+            {"name": SOURCE, "configMap": {"name": gang_name(training), "items": [item]}}
+        )
     if training.spec.code is not None:
-        made += render_code_volumes(training.spec.code)
+        volumes += render_code_volumes(training.spec.code)
     if files := _own_files(training, options):
         # Where the ConfigMap is gone, the command still runs.
         items = [{"key": name, "path": name} for name in files]
-        made.append(
+        volumes.append(
             {
                 "name": REPORT_VOLUME,
                 "configMap": {"name": gang_name(training), "items": items, "optional": True},
             }
         )
     if options.gates_start(training.spec):
-        made.append(render_gate_volume())
-    return made
+        volumes.append(render_gate_volume())
+    return volumes
 
 
 def fabric_folder(training: Training) -> str:

@@ -15,11 +15,10 @@ import msgspec
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.names import GROUP, VERSION
-from atoll.core.attempts import newest_kept
+from atoll.core.attempts import newest_attempts
 from atoll.core.conditions import set_condition
-from atoll.core.decoders import convert, json_decoder
 from atoll.core.errors import ValidationError
-from atoll.core.model import Model, decode, encode
+from atoll.core.model import Model, convert, decode, encode, json_decoder
 from atoll.core.rank_ranges import spans
 from atoll.core.ranks import in_ms
 from atoll.core.spec import TrainingSpec
@@ -41,10 +40,10 @@ log = logging.getLogger(__name__)
 
 FINALIZER = "atoll.dev/teardown"
 KEY_LABEL = "atoll.dev/idempotency-key"
-EVENTS_KEPT = 100
-ATTEMPTS_KEPT = 500
+MAX_EVENTS = 100
+MAX_ATTEMPTS = 500
 EVENTS_LEFT = 10  # where there is no room for more
-NOT_WHOLE = "StatusIncomplete"  # the condition of a status that the API server did not take
+INCOMPLETE = "StatusIncomplete"  # the condition of a status that the API server did not take
 
 
 def to_training(raw: Json) -> Training:
@@ -137,8 +136,8 @@ def read_attempts(status: Json) -> list[AttemptStatus]:
 
 def with_attempts(status: Json, attempts: Sequence[AttemptStatus]) -> list[Json]:
     """The stored attempts plus these, the newest of them."""
-    kept = newest_kept([*read_attempts(status), *attempts], ATTEMPTS_KEPT)
-    return [msgspec.json.decode(encode(attempt)) for attempt in kept]
+    newest = newest_attempts([*read_attempts(status), *attempts], MAX_ATTEMPTS)
+    return [msgspec.json.decode(encode(attempt)) for attempt in newest]
 
 
 def to_resource(training: Training, mark: str | None = None) -> Json:
@@ -200,7 +199,7 @@ def status_body(
     body["phase"] = str(status.phase)
     body["observedGeneration"] = status.observed_generation
     body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.removed_ranks))
-    conditions = [c for c in status.conditions if c.type != NOT_WHOLE]
+    conditions = [c for c in status.conditions if c.type != INCOMPLETE]
     body["conditions"] = [_condition_body(c) for c in conditions]
     body["selector"] = f"atoll.dev/uid={training.uid}"
     body["events"] = events
@@ -211,8 +210,8 @@ def status_body(
 
 def smaller_bodies(training: Training, status: Status, body: Json) -> Iterator[tuple[str, Json]]:
     """The status again, with less and less in it, and what is left out."""
-    for words, smaller in smaller_statuses(status):
-        yield words, status_body(training, smaller, body["events"][-EVENTS_LEFT:])
+    for left_out, smaller in smaller_statuses(status):
+        yield left_out, status_body(training, smaller, body["events"][-EVENTS_LEFT:])
 
 
 def with_condition(body: Json, kind: str, reason: str, message: str, now: float) -> Json:
@@ -249,7 +248,7 @@ def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
             continue
         numbered = replace(event, id=last.get("id", 0) + 1)
         history.append(msgspec.json.decode(encode(numbered)))
-    return history[-EVENTS_KEPT:]
+    return history[-MAX_EVENTS:]
 
 
 def is_leaving(raw: Json) -> bool:
@@ -437,5 +436,5 @@ def _grouped(rows: Iterable[tuple[int, Sequence[Any]]]) -> list[tuple[str, Seque
         members.setdefault(key, []).append(rank)
     groups = list(members.items())
     others = sorted(rank for _, ranks in groups[MAX_GROUPS:] for rank in ranks)
-    shown = [(spans(ranks), key) for key, ranks in groups[:MAX_GROUPS]]
-    return [*shown, (spans(others), ())] if others else shown
+    groups_of_ranks = [(spans(ranks), key) for key, ranks in groups[:MAX_GROUPS]]
+    return [*groups_of_ranks, (spans(others), ())] if others else groups_of_ranks

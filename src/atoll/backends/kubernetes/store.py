@@ -22,8 +22,8 @@ from atoll.backends.kubernetes.code import CodeMaps, CodeMissing
 from atoll.backends.kubernetes.render import owner_of
 from atoll.backends.kubernetes.resource import (
     FINALIZER,
+    INCOMPLETE,
     KEY_LABEL,
-    NOT_WHOLE,
     is_leaving,
     read_attempts,
     read_events,
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 KIND = "trainings"
 RETRY_S = 0.5
-READ_KEPT = 1000
+MAX_CACHED = 1000
 LISTED = 50  # objects of one request, which the API server cannot bound in bytes
 SCANNED = 2000
 
@@ -103,12 +103,12 @@ class KubernetesStore:
 
     async def _create(self, training: Training, mark: str | None) -> tuple[Training, bool]:
         """And whether it is new: its uid is the cluster's in any case."""
-        if mark is not None and (original := await self._made_with(training, mark)):
+        if mark is not None and (original := await self._find_by_key(training, mark)):
             return original, False
         try:
             raw = await self._cluster.create(KIND, training.namespace, to_resource(training, mark))
         except Conflict as error:
-            if mark is not None and (original := await self._made_with(training, mark)):
+            if mark is not None and (original := await self._find_by_key(training, mark)):
                 return original, False
             raise Conflict(
                 f"a training named {training.name!r} exists: choose another name, or delete it"
@@ -296,7 +296,7 @@ class KubernetesStore:
 
     def _remember(self, raw: Json) -> None:
         """The next status write can add events to this object without reading it again."""
-        if len(self._read) >= READ_KEPT:
+        if len(self._read) >= MAX_CACHED:
             self._read.clear()
         self._read[raw["metadata"]["uid"]] = raw
 
@@ -306,7 +306,7 @@ class KubernetesStore:
         except NotFound as error:
             raise NotFound("training", key[1]) from error
 
-    async def _made_with(self, training: Training, mark: str) -> Training | None:
+    async def _find_by_key(self, training: Training, mark: str) -> Training | None:
         objects = await self._cluster.list(KIND, training.namespace, labels=f"{KEY_LABEL}={mark}")
         if not objects.items:
             return None
@@ -331,9 +331,9 @@ class KubernetesStore:
     async def _drop_finalizer(self, raw: Json) -> None:
         while FINALIZER in (raw["metadata"].get("finalizers") or ()):
             metadata = raw["metadata"]
-            rest = [f for f in metadata["finalizers"] if f != FINALIZER]
+            others = [f for f in metadata["finalizers"] if f != FINALIZER]
             version = metadata["resourceVersion"]
-            patch = {"metadata": {"resourceVersion": version, "finalizers": rest}}
+            patch = {"metadata": {"resourceVersion": version, "finalizers": others}}
             key = (metadata["namespace"], metadata["name"])
             try:
                 await self._cluster.patch(KIND, *key, patch)
@@ -365,32 +365,32 @@ class KubernetesStore:
         except (Permanent, Denied) as error:
             refusal = error
         for left_out, smaller in smaller_bodies(training, status, body):
-            words = f"{left_out} could not be stored: {refusal}"
-            marked = with_condition(smaller, NOT_WHOLE, _reason(refusal), words, time.time())
+            message = f"{left_out} could not be stored: {refusal}"
+            marked = with_condition(smaller, INCOMPLETE, _reason(refusal), message, time.time())
             with contextlib.suppress(Permanent, Denied):
                 raw = await self._write_status(raw, marked)
-                self._tell_refusal(raw, words)
+                self._record_refusal(raw, message)
                 return raw
-        words = f"the status cannot be stored: {refusal}"
-        self._tell_refusal(raw, words)
+        message = f"the status cannot be stored: {refusal}"
+        self._record_refusal(raw, message)
         before = with_condition(
-            raw.get("status") or {}, NOT_WHOLE, _reason(refusal), words, time.time()
+            raw.get("status") or {}, INCOMPLETE, _reason(refusal), message, time.time()
         )
         if before != raw.get("status"):
             with contextlib.suppress(AtollError):
                 await self._write_status(raw, before)
-        raise StatusRefused(words) from refusal
+        raise StatusRefused(message) from refusal
 
-    def _tell_refusal(self, raw: Json, words: str) -> None:
+    def _record_refusal(self, raw: Json, message: str) -> None:
         """One event for each refusal, however often the status is written again."""
         uid = raw["metadata"]["uid"]
-        if self._refusals.get(uid) == words:
+        if self._refusals.get(uid) == message:
             return
-        self._refusals[uid] = words
-        event = Event(type="Warning", reason=NOT_WHOLE, message=words, at=time.time())
+        self._refusals[uid] = message
+        event = Event(type="Warning", reason=INCOMPLETE, message=message, at=time.time())
         self._copy(raw, [event])
         log.warning(
-            "training %s/%s: %s", raw["metadata"]["namespace"], raw["metadata"]["name"], words
+            "training %s/%s: %s", raw["metadata"]["namespace"], raw["metadata"]["name"], message
         )
 
     def _readable(self, raw: Json) -> Training | None:
@@ -405,9 +405,9 @@ class KubernetesStore:
                 self._spawn(self._refuse(raw, str(error)))
             return None
 
-    async def _refuse(self, raw: Json, words: str) -> None:
+    async def _refuse(self, raw: Json, message: str) -> None:
         body = {**(raw.get("status") or {}), "phase": "failed", "reason": PhaseReason.INVALID_SPEC}
-        await self._write_status(raw, {**body, "message": words})
+        await self._write_status(raw, {**body, "message": message})
 
     def _copy(self, raw: Json, events: Sequence[Event]) -> None:
         """Copies events for `kubectl describe`; those in the status are authoritative."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from atoll.core.errors import ValidationError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-MOST = 1024
+MAX_DEVICES = 1024
 
 Held = dict[int, list[str]]  # by rank
 
@@ -111,9 +111,9 @@ def parse_ids(text: str) -> list[str]:
 
 def ids_of(field: str, value: object) -> list[str]:
     """A number of devices, or a list of their ids, as `[executors.local]` may say it."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DEVICES:
         return [str(device) for device in range(value)]
-    if isinstance(value, list) and len(value) <= MOST:
+    if isinstance(value, list) and len(value) <= MAX_DEVICES:
         ids = [str(device) if type(device) is int else device for device in value]
         if all(isinstance(device, str) and re.fullmatch(r"[\w:./-]+", device) for device in ids):
             return ids

@@ -20,7 +20,7 @@ from atoll.backends.local.ports import PortLease, lease_port
 from atoll.backends.local.rendezvous_file import find_etcd
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.retry import Retry
-from atoll.mesh.gate import http_status
+from atoll.mesh.http import http_status
 
 PR_SET_PDEATHSIG = 1
 READY_S = 15.0  # how long a start may take; 0.1 s is usual

@@ -30,7 +30,7 @@ class Stillness:
     def __init__(self) -> None:
         self._looks: dict[Life, _Look] = {}
 
-    def quiet_s(
+    def idle_s(
         self, uid: str, directory: Path, attempts: Iterable[AttemptFacts], now: float
     ) -> dict[int, float]:
         """Seconds since each of these ranks moved, by rank. `now` is of the monotonic clock."""

@@ -16,7 +16,7 @@ from atoll.backends.local.ports import PortLease, lease_port
 from atoll.backends.local.rendezvous_file import read_rendezvous, write_rendezvous
 from atoll.core.errors import BackendError
 from atoll.core.mesh import key_path, split_endpoint
-from atoll.mesh.gate import http_status
+from atoll.mesh.http import http_status
 
 if TYPE_CHECKING:
     from atoll.backends.local.etcd_server import EtcdServer

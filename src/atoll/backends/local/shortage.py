@@ -18,7 +18,7 @@ ERRNOS = (
 )
 MARKS = (*(os.strerror(number) for number in ERRNOS), "MemoryError")
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 SHORT = b"s"  # begins a line from the supervisor that tells of it; an empty one: it is over
 
 

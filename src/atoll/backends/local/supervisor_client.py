@@ -48,7 +48,7 @@ from atoll.backends.local.liveness import (
 from atoll.backends.local.rank_process import end_key, write_ends
 from atoll.backends.local.shortage import (
     FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
+    MAX_PAUSE_S,
     SHORT,
     tells_of_shortage,
     waiting_words,
@@ -101,7 +101,7 @@ class Supervision:
         self._log_at = 0  # size of the shims' log at that time
         self._is_weighed = True  # whether the end of the last shim has been counted
         self._fruitless = 0  # shims in a row that died without writing anything
-        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._again_at = 0.0  # monotonic; no shim is started before
         self.shortage = ""  # what the ranks wait for, of this machine, in one line
 
@@ -450,7 +450,7 @@ class Supervision:
         return self._journal.cursor
 
     def _pause(self, why: str) -> float:
-        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._again_at = time.monotonic() + seconds
         self.shortage = waiting_words("start the supervisor", why)
         self._look_again(seconds)

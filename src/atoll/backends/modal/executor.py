@@ -165,20 +165,20 @@ class ModalBackend(StoreBackend):
 
     # Logs
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await self._logs_of(training, ranks).places(tail)
+        return await self._logs_of(training, ranks).offsets(tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return self._logs_of(training, ranks).lines(places, follow)
+        return self._logs_of(training, ranks).lines(offsets, follow)
 
     def _logs_of(self, training: Training, ranks: Sequence[int] | None) -> ObjectLogs:
         prefix = self.prefix(training, "logs")

@@ -33,7 +33,7 @@ def find_call(id: str) -> Any:
     return modal.FunctionCall.from_id(id)
 
 
-def look_at(call: Any) -> CallState:
+def inspect_call(call: Any) -> CallState:
     """Raises Temporary if Modal does not answer."""
     try:
         return CallState("succeeded", call.get(timeout=0))

@@ -188,20 +188,20 @@ class SageMakerBackend(StoreBackend):
 
     # Logs
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await self._logs_of(training).places(tail, ranks)
+        return await self._logs_of(training).offsets(tail, ranks)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return self._logs_of(training).lines(places, ranks, follow)
+        return self._logs_of(training).lines(offsets, ranks, follow)
 
     def _logs_of(self, training: Training) -> RankLogs:
         return RankLogs(self.jobs, lambda: self._names(training))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atoll.backends.sagemaker.client import TrainingJobs
-from atoll.core.status import LogLine, PlacedLine
+from atoll.core.status import LogLine, OffsetLine
 
 Json = dict[str, Any]
 
@@ -46,18 +46,18 @@ class RankLogs:
         self._names = names
         self._streams: dict[str, list[str]] = {}  # by job, once it has some
 
-    async def places(self, tail: int, ranks: Sequence[int] | None) -> dict[int, int]:
+    async def offsets(self, tail: int, ranks: Sequence[int] | None) -> dict[int, int]:
         """Where the last `tail` lines of each rank begin; no place for one that has fewer."""
-        places = {}
+        offsets = {}
         by_rank: dict[int, list[str]] = {}
         for stream in await self._of(ranks):
             by_rank.setdefault(stream.rank, []).append(stream.name)
         for rank, streams in by_rank.items():
             ends = [await self._last(name, tail) for name in streams]
-            lines = [place for places in ends for place in places]
+            lines = [place for offsets in ends for place in offsets]
             if len(lines) > tail:
-                places[rank] = lines[-tail - 1] if tail else lines[-1]
-        return places
+                offsets[rank] = lines[-tail - 1] if tail else lines[-1]
+        return offsets
 
     async def _last(self, stream: str, tail: int) -> list[int]:
         """The places of the last lines of a stream, one more than asked for."""
@@ -74,7 +74,7 @@ class RankLogs:
 
     async def lines(
         self,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         ranks: Sequence[int] | None,
         follow: Callable[[], bool] | None,
     ) -> AsyncIterator[LogLine]:
@@ -85,7 +85,7 @@ class RankLogs:
             is_new = False
             for stream in await self._of(ranks):
                 cursor = cursors.setdefault(stream.name, _Cursor())
-                async for line in self._rest(stream, cursor, places.get(stream.rank, 0)):
+                async for line in self._rest(stream, cursor, offsets.get(stream.rank, 0)):
                     is_new = True
                     yield line
             if is_last:
@@ -104,7 +104,7 @@ class RankLogs:
             for event in page["events"]:
                 at = cursor.place(event)
                 if at > after:
-                    yield PlacedLine(
+                    yield OffsetLine(
                         rank=stream.rank,
                         text=event["message"],
                         time=event["timestamp"] / 1000,

@@ -16,7 +16,7 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 
 STOP_S = 120  # between SageMaker's SIGTERM and its SIGKILL
-LONGEST_S = 28 * 86_400  # of a job
+MAX_S = 28 * 86_400  # of a job
 WARM_S = 21_600
 OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
 STORE = "expected s3://bucket/prefix: where the records of ranks are"
@@ -29,8 +29,8 @@ SUPPORTS = (
     ),
     refuse(
         "deadline_s",
-        f"expected at most {LONGEST_S}: 28 days, as long as a job may run",
-        when=lambda spec, options: (spec.deadline_s or 0) > LONGEST_S,
+        f"expected at most {MAX_S}: 28 days, as long as a job may run",
+        when=lambda spec, options: (spec.deadline_s or 0) > MAX_S,
     ),
     refuse("mesh", APART),
     refuse("bench", APART),
@@ -96,8 +96,8 @@ class SageMakerOptions(SpecModel, frozen=True):
     subnets: list[str] = []
     security_groups: list[str] = []
     is_spot: bool = False
-    max_wait_s: Annotated[int, Meta(ge=1, le=LONGEST_S)] | None = None  # with the time it runs
-    max_runtime_s: Annotated[int, Meta(ge=60, le=LONGEST_S)] = 86_400
+    max_wait_s: Annotated[int, Meta(ge=1, le=MAX_S)] | None = None  # with the time it runs
+    max_runtime_s: Annotated[int, Meta(ge=60, le=MAX_S)] = 86_400
     checkpoints: str | None = None  # S3; a folder of it for each rank
     checkpoint_path: str = "/opt/ml/checkpoints"
     warm_pool_s: Annotated[int, Meta(ge=1, le=WARM_S)] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from atoll.backends.records import AttemptKey
 from atoll.backends.sagemaker.instances import instance_for
-from atoll.backends.sagemaker.options import LONGEST_S, SageMakerOptions
+from atoll.backends.sagemaker.options import MAX_S, SageMakerOptions
 from atoll.core.status import Training
 
 Json = dict[str, Any]
@@ -144,7 +144,7 @@ def runtime_s(training: Training, options: SageMakerOptions) -> int:
     if deadline_s is None:
         return options.max_runtime_s
     planned = math.ceil(deadline_s + training.spec.stop_grace_s) + MARGIN_S
-    return min(planned, LONGEST_S)
+    return min(planned, MAX_S)
 
 
 def _container(training: Training, key: AttemptKey, options: SageMakerOptions) -> Json:

@@ -17,8 +17,8 @@ from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
-    MOST_REPLICAS,
-    MOST_ROUNDS,
+    MAX_REPLICAS,
+    MAX_ROUNDS,
     as_lists,
     check_seconds,
     read_complete,
@@ -61,8 +61,7 @@ from atoll.diloco.allreduce.work import (
     is_counted,
     settle_failed,
 )
-from atoll.diloco.blobs import Blobs
-from atoll.objectstore import Traffic
+from atoll.objectstore import ObjectStore, Traffic
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -70,7 +69,7 @@ THREADS = 8
 
 
 class ObjectStoreAllReduce:
-    """Averages lists of tensors over the replicas of a run; see docs/decisions/007.
+    """Averages lists of tensors over the replicas of a run; see docs/decisions/018.
 
     `allreduce` must be called by every replica, with tensors of the same shapes and types. When
     a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are
@@ -85,7 +84,7 @@ class ObjectStoreAllReduce:
 
     def __init__(
         self,
-        uri: str | os.PathLike[str] | Blobs,
+        uri: str | os.PathLike[str] | ObjectStore,
         rank: int,
         world_size: int,
         *,
@@ -116,7 +115,7 @@ class ObjectStoreAllReduce:
         `team`: the processes that are this replica together, all with the same arguments. Each
         brings its share with `allreduce_share` or `allreduce_parts`.
         """
-        self.world_size = read_complete("world_size", world_size, 1, MOST_REPLICAS)
+        self.world_size = read_complete("world_size", world_size, 1, MAX_REPLICAS)
         self.rank = read_complete("rank", rank, 0, self.world_size - 1)
         least = read_min(min_replicas, self.world_size)
         check_seconds("timeout_s", timeout_s)
@@ -127,8 +126,8 @@ class ObjectStoreAllReduce:
         self.down_codec = self.codec if down_codec is None else get_codec(down_codec, "down_codec")
         self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
-        keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
-        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
+        keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MAX_ROUNDS)
+        self.blobs = uri if isinstance(uri, ObjectStore) else ObjectStore.open(uri)
         self.last_round: ReduceReport | None = None
         self.carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
         self.team: Team = Solo() if team is None else team
@@ -284,7 +283,7 @@ class ObjectStoreAllReduce:
         return payload, feedback
 
     def _allreduce(self, work: Work) -> Exchange:
-        before, started, payload = self.blobs.usage, time.monotonic(), work.payload
+        before, started, payload = self.blobs.traffic, time.monotonic(), work.payload
         try:
             if self.codec.needs_finite or self.down_codec.needs_finite:
                 together(self.team, payload.check_finite)
@@ -554,7 +553,7 @@ class ObjectStoreAllReduce:
             self._history.note_spread(spread if manifest.round else min(spread, MIN_GRACE_S / 4))
         self._decider.last = manifest
         self._beginning.begin(len(manifest.members))
-        used = self.blobs.usage.since(before)
+        used = self.blobs.traffic.since(before)
         work.seconds["total"] = time.monotonic() - started
         self.last_round = ReduceReport(
             round=manifest.round,

@@ -12,9 +12,9 @@ from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.start import least_of, read_launch
 
-MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
-MOST_ROUNDS = 10**8
-MOST_WEIGHT = 1e18
+MAX_REPLICAS = 99_999  # a rank has five digits in the names of objects
+MAX_ROUNDS = 10**8
+MAX_WEIGHT = 1e18
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -69,7 +69,7 @@ def read_run_id(run_id: str | None) -> str:
 
 
 def read_round(round_id: Any) -> int | None:
-    return None if round_id is None else read_complete("round_id", round_id, 0, MOST_ROUNDS)
+    return None if round_id is None else read_complete("round_id", round_id, 0, MAX_ROUNDS)
 
 
 def read_weight(value: Any) -> float:
@@ -77,8 +77,8 @@ def read_weight(value: Any) -> float:
         weight = math.nan if isinstance(value, str) else float(value)  # also of a 0-d tensor
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
-    if not 0 < weight <= MOST_WEIGHT:
+    if not 0 < weight <= MAX_WEIGHT:
         raise ValidationError(
-            "weight", value, f"expected a number greater than 0, at most {MOST_WEIGHT:g}"
+            "weight", value, f"expected a number greater than 0, at most {MAX_WEIGHT:g}"
         )
     return weight

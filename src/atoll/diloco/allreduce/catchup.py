@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import msgpack_decoder
 from atoll.core.errors import Gone, NotFound, ValidationError
+from atoll.core.model import msgpack_decoder
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce import past, wire
 from atoll.diloco.allreduce.exchange import Abandoned, Exchange
@@ -24,7 +24,7 @@ from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.pace import poll_pause
 from atoll.diloco.allreduce.settle import Decider
 from atoll.diloco.allreduce.team import Team, lead, together
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -78,15 +78,15 @@ _STATE: msgspec.msgpack.Decoder[bytes | _Arrays] = msgpack_decoder(
 )
 
 
-def save(blobs: Blobs, keys: Keys, number: int, state: bytes | Sequence[Any]) -> bool:
+def save(blobs: ObjectStore, keys: Keys, number: int, state: bytes | Sequence[Any]) -> bool:
     """Store the state after round `number`; False if there already is one."""
     key = keys.checkpoint(number + 1)
     return blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), _pack(state)))
 
 
-def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
+def load(blobs: ObjectStore, keys: Keys) -> Checkpoint | None:
     """The newest checkpoint that is whole, or None."""
-    for blob in reversed(blobs.find(keys.checkpoints())):
+    for blob in reversed(blobs.list(keys.checkpoints())):
         number = parse_round(blob.key)
         if number is None:
             continue
@@ -99,13 +99,13 @@ def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
     return None
 
 
-def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
+def latest(blobs: ObjectStore, keys: Keys, after: int = -1) -> tuple[int, int] | None:
     """Round and attempt of the newest manifest of a round later than `after`, or None."""
-    listing = blobs.find(keys.manifests(), keys.manifest(after, 9999) if after >= 0 else None)
+    listing = blobs.list(keys.manifests(), keys.manifest(after, 9999) if after >= 0 else None)
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
-def newest(blobs: Blobs, keys: Keys, known: int = -1) -> tuple[int, int] | None:
+def newest(blobs: ObjectStore, keys: Keys, known: int = -1) -> tuple[int, int] | None:
     """As `latest`, at a cost that does not grow with the number of rounds.
 
     There may be thousands of manifests, but few uploads. Nobody uploads to a round before the one
@@ -114,7 +114,7 @@ def newest(blobs: Blobs, keys: Keys, known: int = -1) -> tuple[int, int] | None:
     """
     after = known - 1
     if known < 0:
-        names = filter(None, (parse_upload(blob.key) for blob in blobs.find(keys.uploads())))
+        names = filter(None, (parse_upload(blob.key) for blob in blobs.list(keys.uploads())))
         after = max((name.round for name in names), default=-1) - 2
     recent = latest(blobs, keys, after)
     return latest(blobs, keys) if recent is None and after >= 0 else recent
@@ -260,7 +260,7 @@ def _fail_if_swept(decider: Decider, number: int, *, is_last: bool) -> None:
 
     Once there is a checkpoint, means are deleted only when a newer one covers them.
     """
-    saved = decider.blobs.find(decider.keys.checkpoints())
+    saved = decider.blobs.list(decider.keys.checkpoints())
     if any((parse_round(blob.key) or 0) > number for blob in saved):
         raise Outdated
     if not saved and not is_last:

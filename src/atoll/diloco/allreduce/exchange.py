@@ -39,7 +39,7 @@ from atoll.diloco.allreduce.upload import (
     encode_cell,
     seal_plain,
 )
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -75,7 +75,7 @@ class Exchange:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: ObjectStore,
         keys: Keys,
         me: Me,
         history: History,
@@ -425,7 +425,7 @@ class Exchange:
         pending = self._fetch(pending, mean)
         if not pending:
             return []
-        later = self.blobs.find(
+        later = self.blobs.list(
             self.keys.manifests(), self.keys.manifest(self.manifest.round, 9999)
         )
         if later:

@@ -30,7 +30,7 @@ def set_left_out(out: Vector, values: Vector, sent: Vector) -> None:
         _drop_infinite(out[at])
 
 
-_LEAST_SHARE = 1e-6
+_MIN_SHARE = 1e-6
 _SLICE = 1 << 16  # values of a pass that stay in the cache
 _LARGEST = np.finfo(np.float32).max
 
@@ -125,7 +125,7 @@ class Feedback:
         for shard, residual in entry.shards.items():
             self.down.pop(shard, None)
             # A light rank would bring it back beyond measure when it weighs again.
-            if share < _LEAST_SHARE:
+            if share < _MIN_SHARE:
                 if shard == entry.rank:
                     self.down[shard] = residual
                 continue

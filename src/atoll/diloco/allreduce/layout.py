@@ -18,15 +18,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
+from atoll.core.model import json_decoder
 
 Vector = NDArray[np.float32]
 
 UNIT = 4096  # values; a multiple of every codec's blocks
-MOST_CELLS = 64
+MAX_CELLS = 64
 
-MOST_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
+MAX_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
 
 # Models have thousands of tensors: what is asked of each of them is asked without a step of Python.
 DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
@@ -59,7 +59,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     codec: str
     down_codec: str
     name: str = ""
-    cells: Annotated[int, msgspec.Meta(ge=0, le=MOST_CELLS)] = 0
+    cells: Annotated[int, msgspec.Meta(ge=0, le=MAX_CELLS)] = 0
 
     @cached_property
     def size(self) -> int:
@@ -107,11 +107,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def _packed(self) -> bytes:
         """Raises ValidationError for more tensors than another replica would unpack."""
         text = msgspec.json.encode(self)
-        if len(text) > MOST_BYTES:
+        if len(text) > MAX_BYTES:
             raise ValidationError(
                 "tensors",
                 f"{len(self.tensors)} tensors",
-                f"expected shapes that take at most {MOST_BYTES >> 20} MiB as JSON, "
+                f"expected shapes that take at most {MAX_BYTES >> 20} MiB as JSON, "
                 f"these take {len(text) >> 20} MiB: join small tensors",
             )
         return zlib.compress(text)
@@ -121,9 +121,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         """Raises ValueError on anything that `pack` did not make, however far it would expand."""
         decoder = zlib.decompressobj()
         try:
-            text = decoder.decompress(data, MOST_BYTES + 1)
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"not a layout: it expands to more than {MOST_BYTES} bytes")
+            text = decoder.decompress(data, MAX_BYTES + 1)
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"not a layout: it expands to more than {MAX_BYTES} bytes")
             return _LAYOUT.decode(text)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise ValueError(f"not a layout: {error}") from error
@@ -135,8 +135,8 @@ _LAYOUT = json_decoder(Layout)
 def cells_of(shard_size: int, codecs: Sequence[str]) -> int:
     """How many cells a shard has: enough for many processes, few enough to cost next to nothing."""
     if any(codec.startswith("sparse") for codec in codecs):
-        return max(1, min(MOST_CELLS, shard_size // (64 * UNIT)))
-    large = min(MOST_CELLS, shard_size // (32 * UNIT))
+        return max(1, min(MAX_CELLS, shard_size // (64 * UNIT)))
+    large = min(MAX_CELLS, shard_size // (32 * UNIT))
     if any(codec != "fp32" for codec in codecs):
         return max(1, large, min(16, shard_size // (4 * UNIT)))
     return max(1, large, min(16, shard_size // (2 * UNIT)), min(4, shard_size // 64))

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
+from atoll.core.model import json_decoder
 from atoll.diloco.allreduce.keys import COMPLETE, UploadName, parse_upload
 from atoll.diloco.allreduce.note import DATA_ERROR, DataRound, ManifestData, MemberNote, claim_of
 

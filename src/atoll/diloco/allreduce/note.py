@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from atoll.core.decoders import msgpack_decoder
+from atoll.core.model import msgpack_decoder
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, Terms, difference
 from atoll.diloco.data.ranges import Ranges
 
-MOST_RANGES = 6
-MOST_TEXT = 48  # of ranges: a name has room for 255 characters
+MAX_RANGES = 6
+MAX_TEXT = 48  # of ranges: a name has room for 255 characters
 DATA_ERROR = "data: "  # what the error of a void manifest begins with
 
 NOTE = re.compile(
@@ -88,7 +88,7 @@ def write_note(note: UploadNote) -> str:
         return text
     took = data.took or ()
     inside = ranges.write(took)
-    if len(took) > MOST_RANGES or len(inside) > MOST_TEXT:
+    if len(took) > MAX_RANGES or len(inside) > MAX_TEXT:
         inside = f"x{ranges.digest(took)}"
     end = "" if data.end is None else f".e{ranges.base36(data.end)}"
     return f"{text}.D{inside}.{ranges.base36(data.want)}.{data.base[:8]}{end}"

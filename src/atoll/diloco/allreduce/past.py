@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.decoders import convert
 from atoll.core.errors import NotFound
+from atoll.core.model import convert
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import Keys, block_of, parse_attempt
 from atoll.diloco.allreduce.manifest import MANIFEST, Manifest
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -37,7 +37,7 @@ CHUNK = 100  # manifests that are read before the fold looks whether it has to s
 OF_THE_EXCHANGE = {"layout": "", "owners": []}
 
 
-def is_past(blobs: Blobs, keys: Keys, number: int) -> bool:
+def is_past(blobs: ObjectStore, keys: Keys, number: int) -> bool:
     """Whether the manifests of the round are folded."""
     try:
         blobs.get(keys.past(number), 0, 1)
@@ -46,7 +46,7 @@ def is_past(blobs: Blobs, keys: Keys, number: int) -> bool:
     return True
 
 
-def read_round(blobs: Blobs, keys: Keys, number: int) -> list[Manifest]:
+def read_round(blobs: ObjectStore, keys: Keys, number: int) -> list[Manifest]:
     """The manifests of a round that is past, attempt by attempt; none if it is not."""
     try:
         return [r for r in _read_block(blobs, keys.past(number)) if r.round == number]
@@ -57,7 +57,7 @@ def read_round(blobs: Blobs, keys: Keys, number: int) -> list[Manifest]:
         return []
 
 
-def read_manifests(blobs: Blobs, keys: Keys, first: int = 0) -> Iterator[Manifest]:
+def read_manifests(blobs: ObjectStore, keys: Keys, first: int = 0) -> Iterator[Manifest]:
     """All manifests of the run from round `first` on, in order, of rounds that are past or not.
 
     Those of the past are without `layout`, `owners` and `sections`. What is damaged is left out,
@@ -67,11 +67,11 @@ def read_manifests(blobs: Blobs, keys: Keys, first: int = 0) -> Iterator[Manifes
 
 
 def read_dated_manifests(
-    blobs: Blobs, keys: Keys, first: int = 0
+    blobs: ObjectStore, keys: Keys, first: int = 0
 ) -> Iterator[tuple[Manifest, datetime | None]]:
     """The same, with when each was decided; None for those of the past."""
     known = -1
-    for blob in blobs.find(keys.pasts()):
+    for blob in blobs.list(keys.pasts()):
         if blob.key < keys.past(first):
             continue
         try:
@@ -81,7 +81,7 @@ def read_dated_manifests(
                     yield manifest, None
         except (NotFound, ValueError) as error:
             log.warning("%s cannot be used: %s", blob.key, error)
-    for blob in blobs.find(keys.manifests(), keys.manifest(first - 1, 9999) if first else None):
+    for blob in blobs.list(keys.manifests(), keys.manifest(first - 1, 9999) if first else None):
         where = parse_attempt(blob.key)
         if where is None or block_of(where[0]) <= known:
             continue
@@ -95,14 +95,14 @@ def read_dated_manifests(
 
 
 def fold(
-    blobs: Blobs, keys: Keys, before: int, is_over: Callable[[], bool] = lambda: False
+    blobs: ObjectStore, keys: Keys, before: int, is_over: Callable[[], bool] = lambda: False
 ) -> bool:
     """Fold the oldest block of rounds before `before` that is not; whether it was the last.
 
     All who fold a block make the same of it, so any number may, and each may be killed.
     """
     blocks: dict[int, list[str]] = defaultdict(list)
-    for blob in blobs.find(keys.manifests()):
+    for blob in blobs.list(keys.manifests()):
         where = parse_attempt(blob.key)
         if where is not None and block_of(where[0]) < block_of(before):
             blocks[block_of(where[0])].append(blob.key)
@@ -114,7 +114,7 @@ def fold(
 
 
 def _fold_block(
-    blobs: Blobs, key: str, manifests: Sequence[str], is_over: Callable[[], bool]
+    blobs: ObjectStore, key: str, manifests: Sequence[str], is_over: Callable[[], bool]
 ) -> bool:
     """The block is in the store, and its manifests are not; False if it has to wait."""
     if not _is_complete(blobs, key):
@@ -135,7 +135,9 @@ def _fold_block(
     return True
 
 
-def _pack(blobs: Blobs, manifests: Sequence[str], is_over: Callable[[], bool]) -> bytes | None:
+def _pack(
+    blobs: ObjectStore, manifests: Sequence[str], is_over: Callable[[], bool]
+) -> bytes | None:
     """The manifests as lines of JSON, compressed; None if it is over."""
     packer, parts = zlib.compressobj(), list[bytes]()
     with ThreadPoolExecutor(READERS) as pool:
@@ -157,11 +159,11 @@ def _slim(body: bytes) -> bytes:
     return msgspec.json.encode(facts)
 
 
-def _read(blobs: Blobs, key: str) -> memoryview:
+def _read(blobs: ObjectStore, key: str) -> memoryview:
     return wire.unseal(wire.MANIFEST, wire.fence(key), blobs.get(key))
 
 
-def _read_block(blobs: Blobs, key: str) -> Iterable[Manifest]:
+def _read_block(blobs: ObjectStore, key: str) -> Iterable[Manifest]:
     """Raises NotFound or ValueError."""
     body = wire.unseal(wire.PAST, wire.fence(key), blobs.get(key))
     try:
@@ -171,7 +173,7 @@ def _read_block(blobs: Blobs, key: str) -> Iterable[Manifest]:
         raise ValueError(f"not a block of manifests: {error}") from error
 
 
-def _is_complete(blobs: Blobs, key: str) -> bool:
+def _is_complete(blobs: ObjectStore, key: str) -> bool:
     try:
         _read_block(blobs, key)
     except (NotFound, ValueError):

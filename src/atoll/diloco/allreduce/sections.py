@@ -14,7 +14,7 @@ from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.manifest import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.allreduce.upload import RUN, Section, run_size, runs_of
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 BLOCK = 1 << 16  # values; so many sums stay in the cache
 
@@ -26,7 +26,7 @@ class Sections:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: ObjectStore,
         pool: Executor,
         codec: Codec,
         share: Share,

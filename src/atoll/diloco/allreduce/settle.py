@@ -36,7 +36,7 @@ from atoll.diloco.allreduce.note import (
 from atoll.diloco.allreduce.pace import History
 from atoll.diloco.allreduce.start import Start
 from atoll.diloco.allreduce.upload import DamagedUpload, read_footer
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -97,7 +97,7 @@ class Decider:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: ObjectStore,
         keys: Keys,
         me: Me,
         history: History,
@@ -252,7 +252,7 @@ class Decider:
                 return None
             except (wire.Corrupt, msgspec.MsgspecError) as error:
                 problem = error
-        raise Permanent(f"{self.blobs.name}: {key} is not a manifest: {problem}")
+        raise Permanent(f"{self.blobs.uri}: {key} is not a manifest: {problem}")
 
     def write(self, key: str, manifest: Manifest) -> Manifest:
         """The manifest in force: this one, or the one that was written first."""
@@ -261,7 +261,7 @@ class Decider:
             return manifest
         first = self.read(key)
         if first is None:
-            raise Permanent(f"{self.blobs.name}: {key} can neither be created nor read")
+            raise Permanent(f"{self.blobs.uri}: {key} can neither be created nor read")
         return first
 
     def void(self, number: int, attempt: int, error: str = "") -> Manifest:
@@ -381,7 +381,7 @@ class Decider:
     def _look(self, decision: Decision) -> set[int]:
         """Fill `ballot.uploads`; returns the ranks that were too late for the round before."""
         after = self.keys.uploads(decision.number - 1) if decision.number else None
-        blobs = self.blobs.find(self.keys.uploads(), after)
+        blobs = self.blobs.list(self.keys.uploads(), after)
         listing = [
             (blob.key, blob.modified, name)
             for blob in blobs
@@ -497,7 +497,7 @@ class Decider:
 
     def _past(self, decision: Decision) -> PastRound | None:
         """Where the run is, as the manifest is no longer there; None: nowhere later."""
-        later = self.blobs.find(self.keys.manifests(), self.keys.manifest(decision.number, 9999))
+        later = self.blobs.list(self.keys.manifests(), self.keys.manifest(decision.number, 9999))
         if not later:
             return None
         last = past.read_round(self.blobs, self.keys, decision.number)[-1:]

@@ -11,17 +11,17 @@ from atoll.diloco.allreduce import keys as names
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import Keys, block_of, parse_attempt, parse_round
 from atoll.diloco.allreduce.past import fold
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")
 
 PROBE = "conditional-write-probe"
 KEPT_CHECKPOINTS = 2
 NOTE_BYTES = 8  # of an object tell its kind
-MOST_ATTEMPTS = 10_000
+MAX_ATTEMPTS = 10_000
 
 
-def refuse_unconditional(blobs: Blobs) -> None:
+def refuse_unconditional(blobs: ObjectStore) -> None:
     """Raises Permanent if the store overwrites what a create-only put must leave alone."""
     try:
         if not blobs.create(PROBE, b"atoll") or not blobs.create(PROBE, b"atoll"):
@@ -31,7 +31,7 @@ def refuse_unconditional(blobs: Blobs) -> None:
             raise
         raise Permanent(f"a create-only write, which rounds need, was refused: {error}") from error
     raise Permanent(
-        f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
+        f"{blobs.uri}: the store ignores conditional writes (If-None-Match: *), without which "
         "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"
     )
 
@@ -39,7 +39,7 @@ def refuse_unconditional(blobs: Blobs) -> None:
 class StoreSweep:
     """Deletes, now and then, what no replica can need any more, and folds what is long past."""
 
-    def __init__(self, blobs: Blobs, keys: Keys, pool: Executor, keep_rounds: int) -> None:
+    def __init__(self, blobs: ObjectStore, keys: Keys, pool: Executor, keep_rounds: int) -> None:
         self._blobs = blobs
         self._keys = keys
         self._pool = pool
@@ -79,25 +79,25 @@ class StoreSweep:
         return self._is_closed
 
 
-def collect_garbage(blobs: Blobs, keys: Keys, oldest: int, swept: int = 0) -> tuple[int, int]:
+def collect_garbage(blobs: ObjectStore, keys: Keys, oldest: int, swept: int = 0) -> tuple[int, int]:
     """Delete the uploads of rounds before `oldest`, and those means that no joiner needs.
 
     Means of rounds before `swept` are gone already. Returns the first round of which a joiner may
     need a manifest, and the first of which it may need a mean.
     """
-    checkpoints = [b.key for b in blobs.find(keys.checkpoints())]
+    checkpoints = [b.key for b in blobs.list(keys.checkpoints())]
     # Without a checkpoint, a joiner takes the start, if there is one, and needs all means.
     first = 0 if not checkpoints and _exists(blobs, keys.start()) else oldest
     newest = max((parse_round(key) or 0 for key in checkpoints), default=first)
     oldest_mean = min(oldest, newest)
-    uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
-    listing = blobs.find(keys.sums(), keys.sums(swept) if swept else None)
+    uploads = [b.key for b in blobs.list(keys.uploads()) if _is_before(b.key, oldest)]
+    listing = blobs.list(keys.sums(), keys.sums(swept) if swept else None)
     means = [b.key for b in listing if _is_before(b.key, oldest_mean)]
     notes = set(_notes(blobs, keys, means))
     retained = [parse_round(key) or 0 for key in checkpoints[-KEPT_CHECKPOINTS:]]
     # The start stays: its state has no round before it.
     states = [
-        b.key for b in blobs.find(keys.states()) if retained and _is_before(b.key, retained[0])
+        b.key for b in blobs.list(keys.states()) if retained and _is_before(b.key, retained[0])
     ]
     states = [key for key in states if parse_round(key)]
     # Uploads go first: who could read them knows that no note was deleted before.
@@ -109,7 +109,7 @@ def collect_garbage(blobs: Blobs, keys: Keys, oldest: int, swept: int = 0) -> tu
     return min([oldest_mean, *retained]), oldest_mean
 
 
-def _notes(blobs: Blobs, keys: Keys, means: Sequence[str]) -> Iterator[str]:
+def _notes(blobs: ObjectStore, keys: Keys, means: Sequence[str]) -> Iterator[str]:
     """Those of `means` that say that an attempt was given up.
 
     They stay for ever: a member that slept meanwhile would complete the attempt, if it could.
@@ -119,12 +119,12 @@ def _notes(blobs: Blobs, keys: Keys, means: Sequence[str]) -> Iterator[str]:
         return
     first = min(where[0] for where in attempts.values() if where is not None)
     last: dict[int, int] = {}
-    for blob in blobs.find(keys.manifests(), keys.manifest(first - 1, 9999) if first else None):
+    for blob in blobs.list(keys.manifests(), keys.manifest(first - 1, 9999) if first else None):
         number, attempt = parse_attempt(blob.key) or (-1, 0)
         last[number] = max(attempt, last.get(number, 0))
     for key, where in attempts.items():
         # After the last attempt of a round there was no other: it was not given up.
-        if where is not None and where[1] < last.get(where[0], MOST_ATTEMPTS):
+        if where is not None and where[1] < last.get(where[0], MAX_ATTEMPTS):
             try:
                 if wire.kind_of(blobs.get(key, 0, NOTE_BYTES)) == wire.ABANDONED:
                     yield key
@@ -132,7 +132,7 @@ def _notes(blobs: Blobs, keys: Keys, means: Sequence[str]) -> Iterator[str]:
                 continue
 
 
-def _exists(blobs: Blobs, key: str) -> bool:
+def _exists(blobs: ObjectStore, key: str) -> bool:
     try:
         blobs.get(key, 0, 1)
     except NotFound:

@@ -21,11 +21,11 @@ from atoll.diloco.allreduce.layout import Layout, Vector, tensor_at
 from atoll.diloco.allreduce.manifest import Member
 from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.share import Cells, Share
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 RUN = 1 << 17  # values of a shard that are in memory at a time
 ROOM_BYTES = 8 << 20  # of all members together, or little more
-MOST_BYTES_A_VALUE, MOST_EXTRA = 8, 4096  # what no codec exceeds
+MAX_BYTES_A_VALUE, MAX_EXTRA = 8, 4096  # what no codec exceeds
 
 
 class DamagedUpload(Exception):
@@ -230,7 +230,7 @@ class CellReader:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: ObjectStore,
         key: str,
         span: tuple[int, int | None],
         kind: bytes,
@@ -279,7 +279,7 @@ class CellReader:
         """The next cell, which holds so many values, as bytes. Raises Corrupt."""
         table = self._next(1)
         (length,) = table.lengths
-        if length > MOST_BYTES_A_VALUE * size + MOST_EXTRA:
+        if length > MAX_BYTES_A_VALUE * size + MAX_EXTRA:
             raise wire.Corrupt(f"{length} bytes for {size} values")
         data = memoryview(np.empty(length, np.uint8))  # type: ignore[arg-type]
         self._fill(table, data)
@@ -309,7 +309,7 @@ class CellReader:
         wire.check_cells(self._kind, self._location, table, data[:count])
 
 
-def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
+def read_footer(blobs: ObjectStore, key: str, size: int, layout: Layout) -> wire.Footer:
     """The footer of an upload of `size` bytes. Raises Blamed if it is not a good upload."""
     guess = wire.footer_guess(layout.shards, len(layout.tensors))
     try:
@@ -325,7 +325,7 @@ class Section:
     """The own cells of one shard in a member's upload, read run by run, by one thread at a time."""
 
     def __init__(
-        self, blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec
+        self, blobs: ObjectStore, member: Member, shard: int, share: Share, codec: Codec
     ) -> None:
         self._blobs = blobs
         self._member = member
@@ -381,7 +381,9 @@ class Section:
         return CellReader(self._blobs, key, span, wire.SECTION, location, theirs, remainder)
 
 
-def read_section(blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec) -> Vector:
+def read_section(
+    blobs: ObjectStore, member: Member, shard: int, share: Share, codec: Codec
+) -> Vector:
     """The values of the own cells of one shard out of a member's upload. Raises Blamed."""
     out = np.empty(share.section_size(shard), np.float32)
     section = Section(blobs, member, shard, share, codec)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.decoders import json_decoder, msgpack_decoder
+from atoll.core.model import json_decoder, msgpack_decoder
 
 Buffer = bytes | bytearray | memoryview
 
@@ -28,7 +28,7 @@ FOLD_BYTES = 64 * 1024 * 8
 UNIT_BYTES = 16 * 128 * 8  # of a cell, summed together; cells of plain values are of whole units
 FOLDED = 16  # so many bytes of a unit become one of its sums
 SUMMED_BYTES = 1 << 20  # at a time; a multiple of the unit
-MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
+MAX_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
 SECTION = b"SECT"  # one rank's part of one shard, inside its upload; a table of cells, then they
 FOOTER = b"FOOT"  # at the end of an upload: the layout, and how long each section is
@@ -246,8 +246,8 @@ def footer_length(tail: memoryview) -> int:
     if tail.nbytes < 4:
         raise Corrupt("too short for a footer")
     length = int(struct.unpack("<I", tail[-4:])[0]) + 4
-    if length > MOST_FOOTER:
-        raise Corrupt(f"a footer of {length} bytes, more than the {MOST_FOOTER} there can be")
+    if length > MAX_FOOTER:
+        raise Corrupt(f"a footer of {length} bytes, more than the {MAX_FOOTER} there can be")
     return length
 
 

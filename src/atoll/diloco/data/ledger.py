@@ -2,7 +2,7 @@
 
 Every replica computes the same ledger from the same manifests: no clock, no chance, nothing local.
 Positions are used, held by a rank, back with nobody, or not given out yet. What is used is never
-written down, so the size does not grow with it. See docs/decisions/022.
+written down, so the size does not grow with it. See docs/decisions/020.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from atoll.core.decoders import json_decoder
+from atoll.core.model import json_decoder
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ranges import Ranges
 

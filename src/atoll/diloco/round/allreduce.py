@@ -20,8 +20,8 @@ import numpy as np
 from atoll.core.errors import BackendError, BelowMinimumWorld, DistributedError, ValidationError
 from atoll.diloco.allreduce import layout as tensors_of
 from atoll.diloco.allreduce.arguments import (
-    MOST_REPLICAS,
-    MOST_ROUNDS,
+    MAX_REPLICAS,
+    MAX_ROUNDS,
     as_lists,
     check_seconds,
     read_complete,
@@ -163,7 +163,7 @@ class ObjectStoreAllReduce:
         stragglers and owners are waited for; None learns it from the rounds. `mean_codec`: of the
         means; None: as `codec`.
         """
-        self.world_size = read_complete("world_size", world_size, 1, MOST_REPLICAS)
+        self.world_size = read_complete("world_size", world_size, 1, MAX_REPLICAS)
         self.rank = read_complete("rank", rank, 0, self.world_size - 1)
         self.min_replicas = read_min(min_replicas, self.world_size)
         check_seconds("timeout_s", timeout_s)
@@ -174,7 +174,7 @@ class ObjectStoreAllReduce:
         self.codec = get_codec(codec)
         self.mean_codec = self.codec if mean_codec is None else get_codec(mean_codec, "mean_codec")
         self.run_id = read_run_id(run_id)
-        self.keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
+        self.keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MAX_ROUNDS)
         self.start = read_start(self.world_size, self.min_replicas, min_replicas, grace_s)
         self.store = uri if isinstance(uri, ObjectStore) else ObjectStore.open(uri)
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")

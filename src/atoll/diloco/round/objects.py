@@ -27,7 +27,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from atoll.core.decoders import json_decoder
+from atoll.core.model import json_decoder
 from atoll.diloco.data.ranges import Ranges
 
 T = TypeVar("T")

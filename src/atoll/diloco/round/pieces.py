@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from atoll.core.decoders import json_decoder
 from atoll.core.errors import NotFound, ValidationError
+from atoll.core.model import json_decoder
 from atoll.diloco.allreduce.codecs import get_codec
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round.cells import Buffer, CellReader, Damaged

@@ -12,11 +12,11 @@ the whole replica.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from atoll.core.errors import DistributedError, ValidationError
+from atoll.diloco.group import OwnGroup
 
 
 class Word(NamedTuple):
@@ -75,45 +75,40 @@ class SingleProcess:
 class GlooGroup:
     """Processes of a torch process group, over a gloo group of its own.
 
-    Made by all of them together, in the constructor of what uses it: `new_group` is a collective.
+    Made by all of them together, in the constructor of what uses it: a new group is a collective.
+    `ranks` are those of the default group, the leader's first.
     """
 
-    def __init__(self, ranks: list[int], timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         import torch.distributed as dist
 
         self._dist: Any = dist
-        self._group = dist.new_group(
-            ranks=ranks, backend="gloo", timeout=timedelta(seconds=timeout_s)
-        )
+        self._group = OwnGroup(ranks, timeout_s)
         self._leader = ranks[0]
-        self.process = dist.get_rank(self._group)
+        self.process = ranks.index(dist.get_rank())
         self.processes = len(ranks)
         self._problem: BaseException | None = None
 
     def broadcast_from_leader(self, word: Any) -> Any:
         words = [word]
-        self._collect(
-            lambda: self._dist.broadcast_object_list(words, src=self._leader, group=self._group)
-        )
+        self._collect(self._dist.broadcast_object_list, words, self._leader)
         return words[0]
 
     def gather(self, reply: Any) -> list[Any]:
         replies: list[Any] | None = [None] * self.processes if self.process == 0 else None
-        self._collect(
-            lambda: self._dist.gather_object(reply, replies, dst=self._leader, group=self._group)
-        )
+        self._collect(self._dist.gather_object, reply, replies, self._leader)
         return replies or []
 
     def gather_all(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.processes
-        self._collect(lambda: self._dist.all_gather_object(values, value, group=self._group))
+        self._collect(self._dist.all_gather_object, values, value)
         return values
 
-    def _collect(self, collective: Callable[[], None]) -> None:
+    def _collect(self, collective: Callable[..., object], *args: object) -> None:
         if self._problem is not None:
             raise GroupLost(self._problem)
         try:
-            collective()
+            self._group.call(collective, *args)
         except Exception as error:
             self._problem = error
             raise GroupLost(error) from error

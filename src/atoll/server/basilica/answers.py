@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atoll.core.errors import AtollError, ValidationError
-from atoll.core.fields import renamed
+from atoll.core.fields import rename_fields
 from atoll.core.model import encode
 from atoll.server.basilica.request import FIELDS
-from atoll.server.basilica.wire import Json, moment
+from atoll.server.basilica.wire import Json, timestamp
 from atoll.server.http.operations import JSON, Answer
 from atoll.server.http.problems import status_of
 
@@ -64,12 +64,12 @@ CODES: Mapping[int, ErrorCode] = {
 }
 
 
-def refused(status: int, message: str) -> Answer:
+def error_answer(status: int, message: str) -> Answer:
     error_code = CODES.get(status, ErrorCode("BASILICA_API_ERROR"))
     error = {
         "code": error_code.name,
         "message": message,
-        "timestamp": moment(time.time()),
+        "timestamp": timestamp(time.time()),
         "retryable": error_code.is_retryable,
     }
     return answer({"error": error}, status)
@@ -78,12 +78,14 @@ def refused(status: int, message: str) -> Answer:
 def on_error(request: Request, error: Exception) -> Answer:
     """Any error of a request as the error body that the client reads."""
     if isinstance(error, Unsupported):
-        return refused(501, str(error))
+        return error_answer(501, str(error))
     if isinstance(error, ValidationError):
-        return refused(status_of(error), str(renamed(error, FIELDS)))
+        return error_answer(status_of(error), str(rename_fields(error, FIELDS)))
     if isinstance(error, AtollError):
-        return refused(status_of(error), str(error))
+        return error_answer(status_of(error), str(error))
     if isinstance(error, HTTPException):
-        return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return error_answer(
+            error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+        )
     log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return refused(500, "internal error in atoll; the log of the server has the details")
+    return error_answer(500, "internal error in atoll; the log of the server has the details")

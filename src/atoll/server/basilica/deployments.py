@@ -20,6 +20,7 @@ from typing import Annotated
 from msgspec import Meta
 from msgspec.structs import replace
 from starlette.requests import Request
+from starlette.routing import Route
 
 import atoll
 from atoll.backends.local.rendezvous_file import find_etcd
@@ -45,12 +46,12 @@ from atoll.server.http.operations import (
     AnswerDoc,
     ApiCall,
     Operation,
+    PathEndpoint,
     Plane,
     Query,
     StreamAnswer,
     routes,
 )
-from atoll.server.http.routing import REST, Route
 
 ONE = "/deployments/{name}"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -69,15 +70,19 @@ class DeploymentEventQuery(Query, frozen=True):
 
 
 def routes_of(plane: Plane) -> list[Route]:
-    refusals = (_refusal(method, prefix) for prefix in UNSUPPORTED for method in METHODS)
+    refusals = (
+        Route(path, _refusal(prefix))
+        for prefix in UNSUPPORTED
+        for path in (prefix, prefix + "/{path:path}")
+    )
     return [*routes(ROWS, plane, authenticate, on_error), *refusals]
 
 
-def _refusal(method: str, prefix: str) -> Route:
+def _refusal(prefix: str) -> PathEndpoint:
     async def refuse(request: Request) -> Answer:
         raise Unsupported(f"atoll does not support {UNSUPPORTED[prefix]}")
 
-    return Route(method, f"{prefix}/{REST}", refuse, on_error)
+    return PathEndpoint(dict.fromkeys(METHODS, refuse), on_error)
 
 
 async def health(call: ApiCall) -> Answer:
@@ -263,7 +268,7 @@ async def logs(call: ApiCall) -> Answer:
     has_ranks = training.spec.world_size.max > 1
     source = _text(lines, has_rank_prefix=has_ranks)
     limit_s = FOLLOW_LIMIT_S if query.follow else None
-    chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
+    chunks = call.plane.streams.run(source, heartbeat=b"", limit_s=limit_s)
     return StreamAnswer(chunks, "text/plain", CLOSE)
 
 

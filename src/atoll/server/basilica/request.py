@@ -14,12 +14,12 @@ from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.spec import (
     BenchSpec,
+    IntegerSeconds,
     ProviderFilter,
     RendezvousSpec,
     Resources,
     Source,
     TrainingSpec,
-    WholeSeconds,
     WorldSize,
 )
 from atoll.server.basilica.shell import shell_script
@@ -133,7 +133,7 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
     script = shell_script(distributed.command, args=args, backend=backend, path_first=path_first)
     gpus = create.resources.gpus or Gpus()
     ttl_seconds = create.ttl_seconds or None
-    check_as("ttl_seconds", ttl_seconds, WholeSeconds | None)
+    check_as("ttl_seconds", ttl_seconds, IntegerSeconds | None)
     return TrainingSpec(
         name=create.instance_name,
         world_size=WorldSize(

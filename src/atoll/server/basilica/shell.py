@@ -35,7 +35,7 @@ _ETCD = re.compile(r"(--rdzv[-_]backend[= ])etcd(-v2)?(?=\s|$)")
 _ELASTIC_NODES = '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX"'
 _FIXED_NODES = '--nnodes="$BASILICA_WORLD_TARGET" --node-rank="$BASILICA_RANK"'
 # What the client says of the meeting point, which ranks that do not meet have none of.
-_MEETING = re.compile(
+_RENDEZVOUS_FLAGS = re.compile(
     r"""--rdzv[-_](?:backend[= ]\S+|endpoint[= ]"?\$\{?BASILICA_RDZV_ENDPOINT\}?"?"""
     r"""|id[= ]"?\$\{?BASILICA_RDZV_ID\}?"?|conf[= ]\S+) ?"""
 )
@@ -83,7 +83,7 @@ def with_rendezvous(text: str, backend: str) -> str:
     text = text.replace(INJECTED, "")
     if backend == "none":
         is_clients = "BASILICA_RDZV_ENDPOINT" in text
-        text = _MEETING.sub("", text) if is_clients else text
+        text = _RENDEZVOUS_FLAGS.sub("", text) if is_clients else text
         return text.replace(_ELASTIC_NODES, "--standalone")
     if not _HAS_CONF.search(text):
         text = _TORCHRUN.sub(f"torchrun {CONF}", text)

@@ -51,7 +51,7 @@ def deployment(training: Training) -> Json:
     if training.spec.image is not None:
         answer["image"] = training.spec.image
     if status.ended_at is not None:
-        answer["updatedAt"] = moment(status.ended_at)
+        answer["updatedAt"] = timestamp(status.ended_at)
     return answer
 
 
@@ -72,7 +72,7 @@ def list_item(training: Training) -> Json:
         "state": "Terminating" if is_leaving else STATES[training.status.phase],
         "url": "",
         "replicas": {"desired": world["target"], "ready": world["ready"]},
-        "createdAt": moment(training.created_at),
+        "createdAt": timestamp(training.created_at),
         "public": False,
         "publicMetadata": False,
     }
@@ -102,7 +102,7 @@ def world_of(training: Training) -> Json:
     ready = world.ready
     if status.phase in (Phase.FAILED, Phase.CANCELLED):
         ready = min(ready, max(size.min, size.target - 1))
-    if not status.phase.is_terminal and _is_resizing(training):
+    if not status.phase.is_terminal and _has_resize(training):
         ready = min(ready, size.target - 1)
     return {
         "ready": ready,
@@ -120,9 +120,9 @@ def is_settled(training: Training) -> bool:
     return training.status.phase.is_terminal or is_there
 
 
-def _is_resizing(training: Training) -> bool:
-    is_seen = training.status.observed_generation == training.generation
-    return not is_seen or training.has_surplus
+def _has_resize(training: Training) -> bool:
+    is_observed = training.status.observed_generation == training.generation
+    return not is_observed or training.has_surplus
 
 
 def distributed(training: Training) -> Json:
@@ -140,7 +140,7 @@ def distributed(training: Training) -> Json:
                 "status": condition.status,
                 "reason": condition.reason,
                 "message": condition.message,
-                "lastTransitionTime": moment(condition.last_transition_at),
+                "lastTransitionTime": timestamp(condition.last_transition_at),
             }
             for condition in status.conditions
         ],
@@ -149,11 +149,11 @@ def distributed(training: Training) -> Json:
             "port": int(port) if port.isdigit() else DEFAULT_PORTS[backend],
         },
         "worldSizeHistory": [
-            {"timestamp": moment(point.at), "target": point.target, "ready": point.ready}
+            {"timestamp": timestamp(point.at), "target": point.target, "ready": point.ready}
             for point in status.world_size_history
         ],
         "milestones": [
-            {"name": name, "timestamp": moment(at)}
+            {"name": name, "timestamp": timestamp(at)}
             for name, at in _milestones(training)
             if at is not None
         ],
@@ -172,7 +172,7 @@ def distributed(training: Training) -> Json:
         answer["lastResize"] = {
             "fromTarget": resize.from_target,
             "toTarget": resize.to_target,
-            "timestamp": moment(resize.at),
+            "timestamp": timestamp(resize.at),
             "reason": "ScaleRequested",
         }
     return answer
@@ -236,15 +236,15 @@ def _bench(mode: str, bench: BenchStatus) -> Json:
         "mode": mode,
         "phase": bench.phase or "Pending",
         "message": bench.message or None,
-        "startedAt": None if bench.started_at is None else moment(bench.started_at),
-        "completedAt": None if bench.completed_at is None else moment(bench.completed_at),
+        "startedAt": None if bench.started_at is None else timestamp(bench.started_at),
+        "completedAt": None if bench.completed_at is None else timestamp(bench.completed_at),
     }
     if bench.phase in OUTCOMES:
         answer["lastAttemptOutcome"] = OUTCOMES[bench.phase]
         answer["lastAttemptAt"] = answer["completedAt"] or answer["startedAt"]
     if (result := bench.result) is not None:
         answer["result"] = {
-            "measuredAt": moment(result.measured_at),
+            "measuredAt": timestamp(result.measured_at),
             "probeNodeA": result.probe_node_a,
             "probeNodeB": result.probe_node_b,
             "sizeBytesSwept": result.size_bytes_swept,
@@ -268,11 +268,11 @@ def event_item(event: Event) -> Json:
         "reason": event.reason,
         "message": event.message,
         "count": event.count,
-        "last_timestamp": moment(event.at),
+        "last_timestamp": timestamp(event.at),
     }
 
 
-def moment(at: float) -> str:
+def timestamp(at: float) -> str:
     """A UTC time in ISO 8601, with three digits: Python 3.10 reads only 0, 3 or 6 of them."""
     text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
     return text.replace("+00:00", "Z")

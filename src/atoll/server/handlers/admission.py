@@ -1,15 +1,79 @@
-"""Admission: names the executor of a training before it is stored, and lets it refuse the spec."""
+"""Admission: picks the executor of a training before it is stored, and lets it refuse the spec."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Temporary, ValidationError
+from atoll.core.errors import AtollError, Conflict, Temporary, ValidationError
+from atoll.core.executors import LOCAL, ExecutorList, ExecutorStatus
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
 from atoll.core.support import describe_unsupported, unsupported_fields
-from atoll.server.http.operations import Plane
+
+if TYPE_CHECKING:
+    from atoll.server.http.operations import Plane
+
+PROBE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a control plane was started with."""
+
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    unusable: Mapping[str, str] = field(default_factory=dict)  # configured, but not usable: why
+    default: str | None = None
+    # The one namespace of an executor that cannot keep the ranks of several apart.
+    only: Mapping[str, str] = field(default_factory=dict)
+    config: str | None = None  # the file
+    is_changed: Callable[[], bool] = lambda: False
+    notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
+    # Since when statuses cannot be written, and why; None where they can.
+    stale: Callable[[], tuple[float, str] | None] = lambda: None
+    read_only: str = ""  # why nothing can be written, and what to do; empty if all is well
+    new_token: str = "atoll token create"  # how a token is made for this control plane
+    restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
+
+    def default_of(self, executors: Mapping[str, Executor]) -> str | None:
+        """The executor of a training that names none: `local` if there is one, else the first."""
+        if self.default is not None:
+            return self.default
+        return LOCAL if LOCAL in executors else next(iter(executors), None)
+
+    def refusal(self, name: str | None, executors: Mapping[str, Executor]) -> str:
+        """Why no training can start on that executor, and what to do about it."""
+        if name is not None and name in self.unusable:
+            return f"{self.unusable[name]}; once that is put right, {self.restart}"
+        text = f"this control plane has: {', '.join(sorted(executors)) or 'none'}"
+        if not self.restart:
+            return text
+        origin = "without an atoll.toml" if self.config is None else f"with {self.config}"
+        changed = ", which has changed since" if self.is_changed() else ""
+        return f"{text}; it was started {origin}{changed}; to start it anew, {self.restart}"
+
+    def check_namespace(self, name: str | None, namespace: str) -> None:
+        """Raises ValidationError where ranks of this namespace would not be kept from others'."""
+        owner = self.only.get(name or "", namespace)
+        if namespace != owner:
+            raise ValidationError(
+                "executor",
+                name,
+                f"its ranks all run as one user, so those of the namespace {namespace!r} could "
+                f"read and stop everything of {owner!r}: 'atoll serve --shared-namespaces' allows "
+                "it where all who have a token trust each other",
+            )
+
+    def message(self) -> str:
+        """A note for readers of the list; empty if there is nothing to say."""
+        changed = f"{self.config} has changed since the control plane was started: {self.restart}"
+        first = [self.read_only] * bool(self.read_only) + [changed] * self.is_changed()
+        return "\n".join([*first, *self.notes()])
 
 
 def default_executor(plane: Plane) -> str | None:
@@ -17,7 +81,7 @@ def default_executor(plane: Plane) -> str | None:
     return plane.setup.default_of(plane.executors)
 
 
-def admitted(
+def admit(
     spec: TrainingSpec, plane: Plane, namespace: str, *, is_code_stored: bool = False
 ) -> TrainingSpec:
     """The spec to store, with its executor named. Raises ValidationError if none accepts it, and
@@ -76,6 +140,36 @@ def executor_of(training: Training, plane: Plane) -> Executor:
     """The executor that has the ranks and logs of a training. Raises Temporary without it."""
     executor = plane.executors.get(training.executor)
     if executor is None:
-        why = plane.setup.refusal(training.executor, plane.executors)
-        raise Temporary(f"the executor {training.executor!r} is not available: {why}")
+        error = plane.setup.refusal(training.executor, plane.executors)
+        raise Temporary(f"the executor {training.executor!r} is not available: {error}")
     return executor
+
+
+async def probe_executors(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:
+    """The status of every executor. All are probed at once, and each has `PROBE_S` to answer."""
+    default = setup.default_of(executors)
+    reasons = await asyncio.gather(*(_probe_error(executor) for executor in executors.values()))
+    errors = {**dict(zip(executors, reasons, strict=True)), **setup.unusable}
+    items = [
+        ExecutorStatus(
+            name=name,
+            kind=setup.kinds.get(name, name),
+            is_reachable=not error,
+            message=error,
+            is_default=name == default,
+        )
+        for name, error in sorted(errors.items())
+    ]
+    return ExecutorList(items=items, config=setup.config, message=setup.message())
+
+
+async def _probe_error(executor: Executor) -> str:
+    """Why the executor is not reachable, in one line; empty if it answers."""
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await executor.probe()
+    except TimeoutError:
+        return f"it did not answer within {PROBE_S:g} s"
+    except (AtollError, OSError) as error:
+        return " ".join(str(error).split())
+    return ""

@@ -99,7 +99,7 @@ async def logs(call: ApiCall) -> Answer:
 
 
 def _streamed(call: ApiCall, source: AsyncIterator[bytes]) -> Answer:
-    return stream_answer(call.plane.streams.run(source, beat=HEARTBEAT, cut=CUT), NDJSON)
+    return stream_answer(call.plane.streams.run(source, heartbeat=HEARTBEAT, cut=CUT), NDJSON)
 
 
 def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:

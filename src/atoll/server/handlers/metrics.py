@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 
-from atoll.agent.metrics import MOST_BATCH
+from atoll.agent.metrics import MAX_BATCH
 from atoll.backends.metrics_token import read_token
 from atoll.core.errors import Denied, NotFound, ValidationError
 from atoll.core.metrics import (
@@ -19,13 +19,13 @@ from atoll.core.metrics import (
 from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.metrics.bins import band_of
-from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, STEP, Series
-from atoll.metrics.store import OneSeries, SeriesKeeper
+from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, STEP, Series
+from atoll.metrics.store import LabeledSeries, MetricStore
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
-SPARK = 24  # points
-MOST_NAMES = 12
+SPARK_POINTS = 24  # points
+MAX_NAMES = 12
 
 
 class MetricsQuery(Query, frozen=True):
@@ -39,21 +39,21 @@ async def metrics(call: ApiCall) -> Answer:
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
-    keeper = call.plane.series
-    if keeper is None:
+    metric_store = call.plane.metrics
+    if metric_store is None:
         return json_answer(MetricSeriesList(items=[], is_kept=False))
-    if keeper.catch_up is not None:
-        await keeper.catch_up(training)
-    chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
+    if metric_store.catch_up is not None:
+        await metric_store.catch_up(training)
+    selected = await asyncio.to_thread(metric_store.series, training.uid, query.name, query.rank)
 
-    def made() -> MetricSeriesList:
+    def build() -> MetricSeriesList:
         return MetricSeriesList(
-            items=[columns_of(one) for one in chosen],
-            skipped=keeper.skipped(training.uid),
-            missed=keeper.missed(training.uid),
+            items=[columns_of(one) for one in selected],
+            skipped=metric_store.skipped(training.uid),
+            missed=metric_store.missed(training.uid),
         )
 
-    return json_answer(await asyncio.to_thread(made))
+    return json_answer(await asyncio.to_thread(build))
 
 
 class NewestQuery(Query, frozen=True):
@@ -65,36 +65,36 @@ class NewestQuery(Query, frozen=True):
 async def newest_metrics(call: ApiCall) -> Answer:
     """What trainings reported last, for lists of them."""
     query: NewestQuery = call.query
-    if not 1 <= len(query.name) <= MOST_NAMES:
-        expected = f"expected 1 to {MOST_NAMES} names of series"
+    if not 1 <= len(query.name) <= MAX_NAMES:
+        expected = f"expected 1 to {MAX_NAMES} names of series"
         raise ValidationError("name", query.name, expected)
-    keeper = call.plane.series
-    if keeper is None:
+    metric_store = call.plane.metrics
+    if metric_store is None:
         return json_answer(LatestMetricList(items=[], is_kept=False))
-    wanted = set(query.training)
+    trainings = set(query.training)
     uids = [
         (name, uid)
         for uid, (namespace, name) in call.plane.informer.keys()
-        if namespace == call.namespace and (not wanted or name in wanted)
+        if namespace == call.namespace and (not trainings or name in trainings)
     ]
-    items = await asyncio.to_thread(_newest, keeper, uids, query)
+    items = await asyncio.to_thread(_newest, metric_store, uids, query)
     return json_answer(LatestMetricList(items=items))
 
 
 def _newest(
-    keeper: SeriesKeeper, uids: list[tuple[str, str]], query: NewestQuery
+    metric_store: MetricStore, uids: list[tuple[str, str]], query: NewestQuery
 ) -> list[LatestMetric]:
     items = []
     for training, uid in uids:
-        lasts = keeper.lasts(uid, query.name) if query.ranks else {}
+        newest_values = metric_store.newest_values(uid, query.name) if query.ranks else {}
         for name in query.name:
-            one = keeper.first(uid, name)
+            one = metric_store.first(uid, name)
             if one is None or not len(one):
                 continue
             columns = one.columns
             step = columns[STEP][-1]
             of_ranks: dict[str, float] = {}
-            for (rank, _, each), value in lasts.items():
+            for (rank, _, each), value in newest_values.items():
                 if each == name:
                     of_ranks[str(rank)] = of_ranks.get(str(rank), 0.0) + value
             items.append(
@@ -102,11 +102,11 @@ def _newest(
                     training=training,
                     uid=uid,
                     name=name,
-                    value=_figure(columns[MEAN][-1]),
+                    value=_json_number(columns[MEAN][-1]),
                     step=None if math.isnan(step) else int(step),
                     at=columns[AT][-1],
-                    spark=[_figure(part) for part in spark_of(one)],
-                    ranks={rank: _figure(value) for rank, value in of_ranks.items()},
+                    spark=[_json_number(part) for part in spark_of(one)],
+                    ranks={rank: _json_number(value) for rank, value in of_ranks.items()},
                 )
             )
     return items
@@ -115,10 +115,10 @@ def _newest(
 def spark_of(series: Series) -> list[float]:
     """The series in a few points."""
     times = series.columns[AT]
-    return band_of([series], times[0], times[-1], SPARK).mean if len(times) else []
+    return band_of([series], times[0], times[-1], SPARK_POINTS).mean if len(times) else []
 
 
-def columns_of(one: OneSeries) -> MetricSeries:
+def columns_of(one: LabeledSeries) -> MetricSeries:
     columns = one.series.columns
     return MetricSeries(
         name=one.name,
@@ -127,32 +127,32 @@ def columns_of(one: OneSeries) -> MetricSeries:
         attempt=[int(part) for part in columns[ATTEMPT]],
         step=[None if math.isnan(part) else int(part) for part in columns[STEP]],
         at=list(columns[AT]),
-        min=[_figure(part) for part in columns[LEAST]],
-        mean=[_figure(part) for part in columns[MEAN]],
-        max=[_figure(part) for part in columns[LARGEST]],
+        min=[_json_number(part) for part in columns[MIN]],
+        mean=[_json_number(part) for part in columns[MEAN]],
+        max=[_json_number(part) for part in columns[MAX]],
         count=[int(part) for part in columns[COUNT]],
         bad=[int(part) for part in columns[BAD]],
     )
 
 
-def _figure(value: float) -> MetricValue:
+def _json_number(value: float) -> MetricValue:
     return value if math.isfinite(value) else str(value)
 
 
 def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
     """What a training reported last, and its newest round; what is not known is absent."""
-    keeper = plane.series
-    if keeper is None:
+    metric_store = plane.metrics
+    if metric_store is None:
         return {}
-    figures: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name in ("loss", "tokens"):
-        one = keeper.first(uid, name)
+        one = metric_store.first(uid, name)
         if one is not None and len(one):
-            figures[name] = one.columns[MEAN][-1]
-    summary = keeper.rounds.summary(uid)
+            values[name] = one.columns[MEAN][-1]
+    summary = metric_store.rounds.summary(uid)
     if summary is not None and summary.round is not None:
-        figures["round"] = float(summary.round)
-    return figures
+        values["round"] = float(summary.round)
+    return values
 
 
 class MetricsStored(Model, frozen=True, omit_defaults=False):
@@ -167,16 +167,16 @@ async def report_metrics(call: ApiCall) -> Answer:
     owner = None
     if plane.report_key:
         owner = read_token(plane.report_key, token_of(call.request))
-    if owner is None or plane.series is None:
+    if owner is None or plane.metrics is None:
         raise Denied("expected the token of a rank of this training")
     training = await plane.store.get((owner.namespace, call.name))
     if training.uid != owner.uid:
         raise NotFound("training", call.name)
-    async with contextlib.AsyncExitStack() as body_turn:
+    async with contextlib.AsyncExitStack() as turn:
         # Under a name of its own, so that metrics never delay the large bodies of users.
         body = await plane.bodies.read(
-            call.request, f"metrics of {owner.namespace}", MOST_BATCH, body_turn
+            call.request, f"metrics of {owner.namespace}", MAX_BATCH, turn
         )
         lines = [line for line in body.splitlines() if line]
-        batches = await asyncio.to_thread(plane.series.take, training.uid, lines)
+        batches = await asyncio.to_thread(plane.metrics.take, training.uid, lines)
     return json_answer(MetricsStored(batches=batches))

@@ -13,7 +13,7 @@ from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.core.stats import training_stats
 from atoll.core.status import Event, Training
-from atoll.server.handlers.executors import probed
+from atoll.server.handlers.admission import probe_executors
 from atoll.server.http.operations import (
     Answer,
     ApiCall,
@@ -42,7 +42,7 @@ class EventList(Model, frozen=True):
 
 
 async def executors(call: ApiCall) -> Answer:
-    return json_answer(await probed(call.plane.executors, call.plane.setup))
+    return json_answer(await probe_executors(call.plane.executors, call.plane.setup))
 
 
 async def training_of(call: ApiCall) -> Training:
@@ -56,9 +56,9 @@ async def training_of(call: ApiCall) -> Training:
 async def attempts(call: ApiCall) -> Answer:
     query: AttemptQuery = call.query
     training = await training_of(call)
-    known = attempts_of(training.status, await call.plane.store.attempts(call.key))
-    chosen = [one for one in known if not query.rank or one.rank in query.rank]
-    return json_answer(AttemptList(items=chosen))
+    attempts_known = attempts_of(training.status, await call.plane.store.attempts(call.key))
+    selected = [one for one in attempts_known if not query.rank or one.rank in query.rank]
+    return json_answer(AttemptList(items=selected))
 
 
 async def events(call: ApiCall) -> Answer:

@@ -15,14 +15,14 @@ from atoll.core.model import SpecModel
 from atoll.core.ports import Store
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.server.handlers.admission import admitted, check_backend, check_run
+from atoll.server.handlers.admission import admit, check_backend, check_run
 from atoll.server.handlers.trainings import idempotency_key
-from atoll.server.http.encoded import shown
+from atoll.server.http.encoded import redact
 from atoll.server.http.operations import Answer, ApiCall, json_answer
 
-LONGEST = 63  # characters of a name
-MOST_NAMES = 1000
-_AGAIN = re.compile(r"-r([0-9]{1,3})$")
+MAX_NAME_CHARS = 63  # characters of a name
+MAX_NAMES = 1000
+_RERUN = re.compile(r"-r([0-9]{1,3})$")
 
 
 class Rerun(SpecModel, frozen=True):
@@ -39,16 +39,16 @@ class Rerun(SpecModel, frozen=True):
 
 
 async def rerun(call: ApiCall) -> Answer:
-    wanted: Rerun = call.body
+    changes: Rerun = call.body
     old, key = await call.plane.store.get(call.key), idempotency_key(call)
     source = await _with_source(call.plane.store, old)
-    spec = admitted(changed(source, wanted), call.plane, call.namespace, is_code_stored=True)
+    spec = admit(apply_changes(source, changes), call.plane, call.namespace, is_code_stored=True)
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane, call.namespace)
     executor = call.plane.executors[spec.executor or ""]
-    if gone := executor.missing_path(spec):
-        raise Conflict(f"training {old.name!r} cannot be run again: {gone} is gone")
-    for name in names_after(old.name) if wanted.name is None else (wanted.name,):
+    if missing := executor.missing_path(spec):
+        raise Conflict(f"training {old.name!r} cannot be run again: {missing} is gone")
+    for name in names_after(old.name) if changes.name is None else (changes.name,):
         new = Training(
             namespace=call.namespace,
             uid=uuid.uuid4().hex,
@@ -58,33 +58,33 @@ async def rerun(call: ApiCall) -> Answer:
         try:
             stored = await call.plane.store.create(new, idempotency_key=key)
         except NotFound as error:
-            raise _code_gone(old) from error
+            raise _code_missing(old) from error
         except Conflict:
-            if wanted.name is not None:
+            if changes.name is not None:
                 raise
             continue
-        return json_answer(shown(stored), 201 if stored.uid == new.uid else 200)
-    raise Conflict(f"{old.name!r} was run again {MOST_NAMES} times: give the new one a name")
+        return json_answer(redact(stored), 201 if stored.uid == new.uid else 200)
+    raise Conflict(f"{old.name!r} was run again {MAX_NAMES} times: give the new one a name")
 
 
-def changed(spec: TrainingSpec, wanted: Rerun) -> TrainingSpec:
+def apply_changes(spec: TrainingSpec, changes: Rerun) -> TrainingSpec:
     """The spec to run, as the old one was before it was cancelled."""
     return replace(
         spec,
         cancel=False,
-        world_size=wanted.world_size or spec.world_size,
-        env={**spec.env, **wanted.env},
-        args=spec.args if wanted.args is None else wanted.args,
+        world_size=changes.world_size or spec.world_size,
+        env={**spec.env, **changes.env},
+        args=spec.args if changes.args is None else changes.args,
     )
 
 
 def names_after(name: str) -> Iterator[str]:
     """Names for runs after `name`: `a-r2`, `a-r3`, …"""
-    match = _AGAIN.search(name)
+    match = _RERUN.search(name)
     base, first = (name, 2) if match is None else (name[: match.start()], int(match[1]) + 1)
-    for number in range(first, first + MOST_NAMES):
+    for number in range(first, first + MAX_NAMES):
         end = f"-r{number}"
-        yield base[: LONGEST - len(end)].rstrip("-") + end
+        yield base[: MAX_NAME_CHARS - len(end)].rstrip("-") + end
 
 
 async def _with_source(store: Store, old: Training) -> TrainingSpec:
@@ -94,9 +94,9 @@ async def _with_source(store: Store, old: Training) -> TrainingSpec:
     try:
         content = await store.source(old)
     except NotFound as error:
-        raise _code_gone(old) from error
+        raise _code_missing(old) from error
     return replace(spec, source=replace(spec.source, content=content))
 
 
-def _code_gone(old: Training) -> Conflict:
+def _code_missing(old: Training) -> Conflict:
     return Conflict(f"training {old.name!r} cannot be run again: its code is gone")

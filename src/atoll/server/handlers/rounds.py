@@ -11,10 +11,10 @@ from msgspec import Meta
 from atoll.core.errors import NotFound, Temporary
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of, with_absent
 from atoll.core.status import Training
-from atoll.metrics.rounds import RoundKeeper, StoreLook
+from atoll.metrics.rounds import RoundTable, StoreObservation
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 FROM_STORE = "read from the manifests in the store"
 
 RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
@@ -23,7 +23,7 @@ RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
 class RoundsQuery(Query, frozen=True, rename={"from_": "from"}):
     from_: RoundNumber = 0
     to: RoundNumber | None = None
-    limit: Annotated[int, Meta(ge=1, le=MOST_ITEMS)] = MOST_ITEMS
+    limit: Annotated[int, Meta(ge=1, le=MAX_ITEMS)] = MAX_ITEMS
     run: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     costs: bool = False
     uid: str | None = None
@@ -34,45 +34,45 @@ async def rounds(call: ApiCall) -> Answer:
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
-    if call.plane.series is None:
+    if call.plane.metrics is None:
         return json_answer(RoundList(items=[], is_kept=False))
-    keeper = call.plane.series.rounds
-    return json_answer(await asyncio.to_thread(_rounds, keeper, training, query))
+    table = call.plane.metrics.rounds
+    return json_answer(await asyncio.to_thread(_rounds, table, training, query))
 
 
-def _rounds(keeper: RoundKeeper, training: Training, query: RoundsQuery) -> RoundList:
+def _rounds(table: RoundTable, training: Training, query: RoundsQuery) -> RoundList:
     uid = training.uid
-    run = query.run or keeper.run_of(uid)
-    why = why_of(keeper.look(uid))
+    run = query.run or table.run_of(uid)
+    source = describe_source(table.observation(uid))
     if run is None:
-        return RoundList(items=[], summary=with_absent(keeper.summary(uid), training), why=why)
+        return RoundList(items=[], summary=with_absent(table.summary(uid), training), why=source)
     return RoundList(
-        items=chosen(keeper, uid, run, query),
-        summary=with_absent(keeper.summary(uid, run), training),
-        why=why,
-        dropped=keeper.dropped(uid, run)[0],
+        items=select_rounds(table, uid, run, query),
+        summary=with_absent(table.summary(uid, run), training),
+        why=source,
+        dropped=table.dropped(uid, run)[0],
     )
 
 
-def why_of(look: StoreLook | None) -> str:
+def describe_source(observation: StoreObservation | None) -> str:
     """Where rounds come from, in words."""
-    if look is None:
+    if observation is None:
         return "reported by the replicas: the store was not looked at yet"
-    return f"reported by the replicas: {look.why}" if look.why else FROM_STORE
+    return f"reported by the replicas: {observation.problem}" if observation.problem else FROM_STORE
 
 
-def chosen(keeper: RoundKeeper, uid: str, run: str, query: RoundsQuery) -> list[RoundItem]:
+def select_rounds(table: RoundTable, uid: str, run: str, query: RoundsQuery) -> list[RoundItem]:
     # What joined and what left shows by the round before, so one more is read of each fragment.
-    more = query.limit + len(keeper.newest(uid, run))
-    kept = keeper.rounds(uid, run, max(0, query.from_ - 1), query.to, more)
-    items = items_of(kept, has_costs=query.costs)
+    more = query.limit + len(table.newest(uid, run))
+    stored = table.rounds(uid, run, max(0, query.from_ - 1), query.to, more)
+    items = items_of(stored, has_costs=query.costs)
     return [item for item in items if item.round >= query.from_][-query.limit :]
 
 
 async def summary_of_training(plane: Plane, uid: str) -> RoundSummary | None:
     """None where there are no rounds, or none can be read: a training is read all the same."""
-    if plane.series is None:
+    if plane.metrics is None:
         return None
     with contextlib.suppress(Temporary):
-        return await asyncio.to_thread(plane.series.rounds.summary, uid)
+        return await asyncio.to_thread(plane.metrics.rounds.summary, uid)
     return None

@@ -25,7 +25,7 @@ from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList
 from atoll.core.warnings import find_warnings, merge_warnings
 from atoll.server.handlers.admission import (
-    admitted,
+    admit,
     check_backend,
     check_growth,
     check_run,
@@ -34,7 +34,7 @@ from atoll.server.handlers.admission import (
 )
 from atoll.server.handlers.rounds import summary_of_training
 from atoll.server.handlers.watch import last_event_id, watch
-from atoll.server.http.encoded import shown, with_staleness
+from atoll.server.http.encoded import redact, with_staleness
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 WRITE_ATTEMPTS = 50
@@ -73,7 +73,7 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: ApiCall) -> Answer:
-    spec = admitted(call.body, call.plane, call.namespace)
+    spec = admit(call.body, call.plane, call.namespace)
     _check_default(call, spec)
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane, call.namespace)
@@ -93,7 +93,7 @@ async def create(call: ApiCall) -> Answer:
         and stored.spec.by_digest() != training.spec.by_digest()
     ):
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
-    return json_answer(shown(stored), 201 if is_new else 200)
+    return json_answer(redact(stored), 201 if is_new else 200)
 
 
 def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
@@ -119,19 +119,21 @@ async def read(call: ApiCall) -> Answer:
     last_event_id(call)  # checked also where it is not needed
     if query.watch:
         return await watch(call, call.name)
-    _only_with_watch(query)
+    _check_watch_options(query)
     training = await call.plane.store.get(call.key)
-    series = call.plane.series
-    if series is not None:
-        if series.catch_up and training.status.phase.is_terminal:
-            await series.catch_up(training)  # ranks report last as they end
+    metrics = call.plane.metrics
+    if metrics is not None:
+        if metrics.catch_up and training.status.phase.is_terminal:
+            await metrics.catch_up(training)  # ranks report last as they end
         # The controller writes warnings a moment later.
-        found = find_warnings(training, training.status.ranks, series.rounds.observed(training.uid))
+        found = find_warnings(
+            training, training.status.ranks, metrics.rounds.observed(training.uid)
+        )
         status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())
     summary = await summary_of_training(call.plane, training.uid)
-    return json_answer(with_rounds(shown(training), summary))
+    return json_answer(with_rounds(redact(training), summary))
 
 
 async def read_many(call: ApiCall) -> Answer:
@@ -143,7 +145,7 @@ async def read_many(call: ApiCall) -> Answer:
             value = getattr(query, option, query.continue_)
             raise ValidationError(option, value, "not with watch")
         return await watch(call, None)
-    _only_with_watch(query)
+    _check_watch_options(query)
     version = await call.plane.store.version()
     page = await call.plane.store.page(
         call.namespace,
@@ -153,11 +155,11 @@ async def read_many(call: ApiCall) -> Answer:
         prefix=query.prefix,
     )
     stale = call.plane.setup.stale()
-    items = [shown(with_staleness(training, stale)) for training in page.items]
+    items = [redact(with_staleness(training, stale)) for training in page.items]
     return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
 
 
-def _only_with_watch(query: OneQuery) -> None:
+def _check_watch_options(query: OneQuery) -> None:
     for option in ("after", "timeout"):
         if getattr(query, option) is not None:
             raise ValidationError(option, getattr(query, option), "expected only with watch")
@@ -179,7 +181,7 @@ async def scale(call: ApiCall) -> Answer:
         return replace(training, spec=spec)
 
     try:
-        return json_answer(shown(await _change(call, edit)))
+        return json_answer(redact(await _change(call, edit)))
     except UDTerminalState as error:
         event = Event(
             type="Warning", reason="UDTerminalState", message=f"scale: {error}", at=time.time()
@@ -194,7 +196,7 @@ async def cancel(call: ApiCall) -> Answer:
             return training
         return replace(training, spec=replace(training.spec, cancel=True))
 
-    return json_answer(shown(await _change(call, edit)))
+    return json_answer(redact(await _change(call, edit)))
 
 
 async def delete(call: ApiCall) -> Answer:

@@ -16,7 +16,7 @@ from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.operations import SSE, Answer, ApiCall, stream_answer
 from atoll.server.http.problems import status_of
 
-BEAT = b": still here\n\n"
+HEARTBEAT = b": still here\n\n"
 EVENT_ID_PATTERN = "^[0-9]{1,18}$"
 
 
@@ -31,17 +31,17 @@ async def watch(call: ApiCall, name: str | None) -> Answer:
         after = await store.version()
         present = _one(await store.get(key)) if name else _all(store, call.namespace, prefix)
     elif name:
-        after = await _start_of(store, after, key)
+        after = await _first_version(store, after, key)
 
-    def is_wanted(change: Change) -> bool:
+    def matches(change: Change) -> bool:
         return change.training.name.startswith(prefix)
 
-    await _check_kept(store, after, key)
-    source = _changes(present, store.watch(after, key), is_wanted, plane.encoded)
-    return stream_answer(plane.streams.run(source, beat=BEAT, limit_s=query.timeout), SSE)
+    await _check_not_expired(store, after, key)
+    source = _changes(present, store.watch(after, key), matches, plane.encoded)
+    return stream_answer(plane.streams.run(source, heartbeat=HEARTBEAT, limit_s=query.timeout), SSE)
 
 
-async def _start_of(store: Store, after: int, key: Key) -> int:
+async def _first_version(store: Store, after: int, key: Key) -> int:
     """The version to follow one training from: the newest, if it has not changed since `after`.
     That one may be older than the change log, though nothing was missed.
 
@@ -57,7 +57,7 @@ async def _start_of(store: Store, after: int, key: Key) -> int:
     return max(newest, after) if training.resource_version <= after <= newest else after
 
 
-async def _check_kept(store: Store, after: int, key: Key) -> None:
+async def _check_not_expired(store: Store, after: int, key: Key) -> None:
     """Tries the first step of a watch, so that a version too old is a 410 and not a stream."""
     probe = store.watch(after, key)
     first = asyncio.ensure_future(anext(probe))
@@ -93,26 +93,28 @@ async def _all(store: Store, namespace: str, prefix: str) -> AsyncIterator[Train
 
 async def _changes(
     present: AsyncIterator[Training] | None,
-    rest: AsyncIterator[Change],
-    is_wanted: Callable[[Change], bool],
+    changes: AsyncIterator[Change],
+    matches: Callable[[Change], bool],
     encoded: EncodedChanges,
 ) -> AsyncIterator[bytes]:
-    yield BEAT  # some proxies hold back headers until the body begins
+    yield HEARTBEAT  # some proxies hold back headers until the body begins
     try:
-        shown: dict[str, int] = {}  # versions that the reading of the present went ahead to
+        sent_versions: dict[str, int] = {}  # versions that the reading of the present went ahead to
         if present is not None:
             async for training in present:
-                shown[training.name] = training.resource_version
+                sent_versions[training.name] = training.resource_version
                 yield encoded.of(Change(version=training.resource_version, training=training))
-        ahead_to = max(shown.values(), default=0)
-        async for change in rest:
-            if change.version <= ahead_to and change.version <= shown.get(change.training.name, 0):
+        newest_sent = max(sent_versions.values(), default=0)
+        async for change in changes:
+            if change.version <= newest_sent and change.version <= sent_versions.get(
+                change.training.name, 0
+            ):
                 continue
-            if is_wanted(change):
+            if matches(change):
                 yield encoded.of(change)
     except Gone as error:
         problem = encode(problem_of(error, status_of(error)))
         yield b"event: error\ndata: " + problem + b"\n\n"
     finally:
-        if isinstance(rest, AsyncGenerator):
-            await rest.aclose()
+        if isinstance(changes, AsyncGenerator):
+            await changes.aclose()

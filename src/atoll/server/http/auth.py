@@ -21,24 +21,24 @@ def new_token() -> str:
     return f"atoll_{secrets.token_urlsafe(32)}"
 
 
-def hashed(token: str) -> str:
+def hash_token(token: str) -> str:
     # Tokens are long and random, so a fast hash is as safe as a slow one.
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-async def caller(plane: Plane, request: Request) -> str:
+async def authenticate(plane: Plane, request: Request) -> str:
     """The namespace of the token or session in the request. Raises Denied if none is valid, and
     Temporary if the namespace has too many connections."""
     hash_of_token = _session_token(plane, request)
     if hash_of_token is None:
-        hash_of_token = hashed(_bearer(plane, request))
+        hash_of_token = hash_token(_bearer(plane, request))
     namespace = await plane.tokens.namespace_of(hash_of_token)
     if namespace is None:
         how = plane.setup.new_token
         raise Denied(f"this token is unknown here: create one with '{how}'")
     connection = request.scope.get("state", {}).get("connection")
     if connection is not None:  # there is none where the application runs without its own server
-        connection.belongs_to(namespace)
+        connection.authenticate(namespace)
     return namespace
 
 
@@ -100,7 +100,7 @@ def check_host(plane: Plane, request: Request) -> None:
     A page of others can have its own name lead here (DNS rebinding), and would then read what
     needs no token.
     """
-    name = _host(request)
+    name = _host_name(request)
     if (
         plane.sessions.is_loopback
         and not _is_loopback(name)
@@ -117,14 +117,14 @@ def check_dashboard_host(plane: Plane, request: Request) -> None:
     of other users.
     """
     check_host(plane, request)
-    name = _host(request)
+    name = _host_name(request)
     if name != plane.sessions.host and _is_loopback(name):
         raise HTTPException(
             403, "the dashboard has a name of its own on this machine: run 'atoll ui' to open it"
         )
 
 
-def _host(request: Request) -> str:
+def _host_name(request: Request) -> str:
     name = request.headers.get("host", "").lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
 

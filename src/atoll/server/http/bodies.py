@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 2**20
 LARGE_BYTES = MAX_SPEC_BYTES
 DIRECT_BYTES = 2**16  # smaller ones are decoded faster than a thread is asked
-MOST_LARGE = 4  # in memory at once, and one of each namespace
+MAX_LARGE = 4  # in memory at once, and one of each namespace
 
 _MARKS = (b'"', b",", b":", b"[", b"{")
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"\s*(:?)|[\[\]{}]')
@@ -35,26 +35,26 @@ class Bodies:
     """The large bodies that are held in memory now."""
 
     def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(MOST_LARGE)
+        self._slots = asyncio.Semaphore(MAX_LARGE)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
     async def read(
-        self, request: Request, namespace: str, limit: int, held: AsyncExitStack
+        self, request: Request, namespace: str, limit: int, turn: AsyncExitStack
     ) -> bytes:
         """The body. Raises TooLarge as soon as it is, before the rest arrives.
 
         A large one waits for its turn, which ends with `held`: once its request is answered.
         """
-        announced = request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > limit:
-            raise TooLarge("body", f"{announced} bytes", _expected(limit))
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise TooLarge("body", f"{declared} bytes", _expected(limit))
         chunks: list[bytes] = []
         size = marks = 0
         async with aclosing(request.stream()) as stream:
             async for chunk in stream:
                 if size <= LARGE_BYTES < size + len(chunk):
-                    await held.enter_async_context(self._turn(namespace))
+                    await turn.enter_async_context(self._turn(namespace))
                 size += len(chunk)
                 chunks.append(chunk)
                 if size > limit:
@@ -66,7 +66,7 @@ class Bodies:
                         field or "body",
                         f"more than {MAX_SPEC_BYTES} bytes",
                         f"expected a spec of at most {MAX_SPEC_BYTES} bytes (1 MiB) without its "
-                        f"source, got {announced or 'more'}",
+                        f"source, got {declared or 'more'}",
                     )
         return b"".join(chunks)
 
@@ -83,7 +83,7 @@ class Bodies:
                 del self._locks[namespace], self._waiting[namespace]
 
 
-async def decoded(data: bytes, kind: type[T]) -> T:
+async def decode_body(data: bytes, kind: type[T]) -> T:
     """The body as a `kind`; a larger one in a thread. Raises ValidationError, and TooLarge."""
     if len(data) <= DIRECT_BYTES:
         return decode(data, kind)
@@ -101,10 +101,10 @@ def _expected(limit: int) -> str:
     return f"expected a body of at most {limit} bytes ({limit / 2**20:g} MiB)"
 
 
-def _last_field(begun: bytes) -> str:
+def _last_field(prefix: bytes) -> str:
     """The field of the object in which this beginning of a body breaks off."""
     depth, field = 0, b""
-    for token in _TOKEN.finditer(begun):
+    for token in _TOKEN.finditer(prefix):
         if token[0] in (b"[", b"{"):
             depth += 1
         elif token[0] in (b"]", b"}"):

@@ -13,15 +13,15 @@ from atoll.core.ports import Change
 from atoll.core.status import Training
 
 STALE = "StatusStale"
-KEPT_BYTES = 8 * 2**20
+CACHE_BYTES = 8 * 2**20
 MASK = "***"  # for the value of a variable: it may be a secret
 
 
 class EncodedChanges:
     """The newest changes as server-sent events, by version. Older ones are encoded anew."""
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept_bytes = kept_bytes
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._bytes = 0
         self._by_version: OrderedDict[int, bytes] = OrderedDict()
 
@@ -30,7 +30,7 @@ class EncodedChanges:
         if event is None:
             event = self._by_version[change.version] = event_bytes(change)
             self._bytes += len(event)
-            while self._bytes > self._kept_bytes and len(self._by_version) > 1:
+            while self._bytes > self._max_bytes and len(self._by_version) > 1:
                 self._bytes -= len(self._by_version.popitem(last=False)[1])
         return event
 
@@ -38,7 +38,7 @@ class EncodedChanges:
 def event_bytes(change: Change) -> bytes:
     """One change as a server-sent event; its id is the version to resume from."""
     kind = b"removed" if change.is_removed else b"changed"
-    data = encode(shown(change.training))
+    data = encode(redact(change.training))
     return b"event: %b\nid: %d\ndata: %b\n\n" % (kind, change.version, data)
 
 
@@ -54,7 +54,7 @@ def with_staleness(training: Training, stale: tuple[float, str] | None) -> Train
     return replace(training, status=status)
 
 
-def shown(training: Training) -> Training:
+def redact(training: Training) -> Training:
     """The training as anybody sees it: code by its digest, and no value of a variable."""
     spec = training.spec.by_digest()
     env, nccl_env = dict.fromkeys(spec.env, MASK), dict.fromkeys(spec.nccl_env, MASK)

@@ -7,36 +7,36 @@ import time
 from collections.abc import Callable
 
 WINDOW_S = 10.0
-MOST = 50  # equal messages in a window
-MOST_TRACED = 5  # those with a traceback
-KEPT = 1000
+MAX_EQUAL = 50  # equal messages in a window
+MAX_TRACED = 5  # those with a traceback
+MAX_KEYS = 1000
 
 
-class Seldom(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Drops what repeats a message too often; the next one that is written says how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
+        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.name, str(record.msg)[:200]), self._clock()
-        since, count = self._seen.get(key, (now, 0))
-        most = MOST_TRACED if record.exc_info else MOST
+        since, count = self._counts.get(key, (now, 0))
+        most = MAX_TRACED if record.exc_info else MAX_EQUAL
         if now - since >= WINDOW_S:
             if count > most:
                 text = record.getMessage()
                 record.msg, record.args = f"{text} ({count - most} more like this before)", ()
             since, count = now, 0
-        if len(self._seen) >= KEPT and key not in self._seen:
-            self._seen.clear()
-        self._seen[key] = since, count + 1
+        if len(self._counts) >= MAX_KEYS and key not in self._counts:
+            self._counts.clear()
+        self._counts[key] = since, count + 1
         return count < most
 
 
-def quiet_log(level: int) -> None:
+def configure_log(level: int) -> None:
     """The log of a server, on standard error."""
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(Seldom())
+        handler.addFilter(RateLimitFilter())

@@ -117,7 +117,7 @@ def _operation(
 
 def _parameters(op: Operation) -> list[dict[str, Any]]:
     parameters: list[dict[str, Any]] = []
-    if op.is_named:
+    if op.has_name:
         label = {"type": "string", "pattern": NAME_PATTERN}
         parameters.append({"name": "name", "in": "path", "required": True, "schema": label})
     for name, header in op.headers.items():

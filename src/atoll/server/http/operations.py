@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
 from atoll.core.checks import check_name
 from atoll.core.clock import Now
-from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
-from atoll.core.model import encode, named
+from atoll.core.model import convert, encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.spec import MAX_SPEC_BYTES
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server.background import BackgroundTasks
 from atoll.server.gauges import Gauges
-from atoll.server.handlers.executors import Setup
-from atoll.server.http.bodies import Bodies, decoded
+from atoll.server.handlers.admission import Setup
+from atoll.server.http.bodies import Bodies, decode_body
 from atoll.server.http.encoded import EncodedChanges
-from atoll.server.http.routing import OnError, Route
 from atoll.server.http.streams import Streams
 from atoll.server.ui.cache import TTLCache
 from atoll.server.ui.rows import Rows
@@ -41,7 +41,8 @@ from atoll.server.ui.sessions import Sessions
 Q = TypeVar("Q", bound=msgspec.Struct)
 Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 
-SEARCHES = 2  # of logs, that read files at the same moment
+SEARCHES = 2  # log searches that read files at the same time: more would starve the event loop
+DRAIN_S = 10.0  # most clients stop sending within a round trip
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
@@ -70,7 +71,7 @@ class Plane:
     clock: Callable[[], Now] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
-    series: SeriesKeeper | None = None  # None: figures of ranks are not kept here
+    metrics: MetricStore | None = None  # None: figures of ranks are not kept here
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
@@ -132,31 +133,84 @@ class Operation:
     is_open: bool = False
 
     @property
-    def is_named(self) -> bool:
+    def has_name(self) -> bool:
         return "{name}" in self.path
+
+
+RequestHandler = Callable[[Request], Awaitable[Response]]
+OnError = Callable[[Request, Exception], Response]
+
+
+class PathEndpoint:
+    """The handlers of one path by method, as an ASGI application; it answers their errors too."""
+
+    def __init__(self, methods: Mapping[str, RequestHandler], on_error: OnError) -> None:
+        self._methods = methods
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        try:
+            response = await self._answer(request)
+        except ClientDisconnect:  # nobody is left to answer
+            return
+        except Exception as error:  # the edge of the server: every error becomes an answer
+            response = self._on_error(request, error)
+        # An error from here on closes the connection: the answer has already begun.
+        if response.status_code == 413:
+            await _answer_and_drain(response, request, send)
+        else:
+            await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        handler = self._methods.get(request.method)
+        if handler is not None:
+            return await handler(request)
+        allowed = {"Allow": ", ".join(sorted((*self._methods, "OPTIONS")))}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=allowed)
+        raise HTTPException(405, headers=allowed)
+
+
+async def _answer_and_drain(response: Response, request: Request, send: Send) -> None:
+    """Answers, and reads on for a while before the connection is closed: a client that is still
+    sending would otherwise see a broken connection instead of the answer."""
+    start = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            while (await request.receive()).get("more_body"):
+                pass
+    await send({"type": "http.response.body", "body": b""})
 
 
 def routes(
     operations: Sequence[Operation], plane: Plane, guard: Guard, on_error: OnError
 ) -> list[Route]:
-    return [_route(operation, plane, guard, on_error) for operation in operations]
+    """One Starlette route a path."""
+    by_path: dict[str, dict[str, RequestHandler]] = {}
+    for operation in operations:
+        handler = _request_handler(operation, plane, guard)
+        by_path.setdefault(operation.path, {})[operation.method] = handler
+    return [Route(path, PathEndpoint(methods, on_error)) for path, methods in by_path.items()]
 
 
-def _route(operation: Operation, plane: Plane, guard: Guard, on_error: OnError) -> Route:
+def _request_handler(operation: Operation, plane: Plane, guard: Guard) -> RequestHandler:
     async def run(request: Request) -> Response:
         namespace = "" if operation.is_open else await guard(plane, request)
-        name = request.path_params["name"]
-        if operation.is_named:
+        name = request.path_params.get("name", "")
+        if operation.has_name:
             check_name("name", name)
         query = read_query(request, operation.query)
-        async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as turn:
             body: Any = None
             if operation.body is not None:
-                data = await plane.bodies.read(request, namespace, operation.max_body, held)
-                body = await decoded(data, operation.body)
+                data = await plane.bodies.read(request, namespace, operation.max_body, turn)
+                body = await decode_body(data, operation.body)
             return await operation.handler(ApiCall(plane, request, namespace, name, query, body))
 
-    return Route(operation.method, operation.path, run, on_error)
+    return run
 
 
 def read_query(request: Request, kind: type[Q]) -> Q:

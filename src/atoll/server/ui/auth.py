@@ -9,9 +9,15 @@ from starlette.responses import Response
 
 from atoll.core.errors import Denied
 from atoll.core.model import Model
-from atoll.server.http.auth import check_dashboard_host, check_origin, cookie_of, hashed, token_of
+from atoll.server.http.auth import (
+    check_dashboard_host,
+    check_origin,
+    cookie_of,
+    hash_token,
+    token_of,
+)
 from atoll.server.http.operations import Answer, ApiCall, json_answer
-from atoll.server.ui.sessions import LONGEST_S
+from atoll.server.ui.sessions import MAX_S
 
 SECRET = Annotated[str, Meta(max_length=200)]
 
@@ -48,7 +54,7 @@ async def new_code(call: ApiCall) -> Answer:
     if not token:
         raise Denied("expected a token: a browser session cannot make codes")
     return json_answer(
-        SignInCode(code=sessions.new_code(call.namespace, hashed(token)), host=sessions.host)
+        SignInCode(code=sessions.new_code(call.namespace, hash_token(token)), host=sessions.host)
     )
 
 
@@ -67,10 +73,10 @@ async def sign_in(call: ApiCall) -> Answer:
     if body.code is not None:
         cookie = plane.sessions.redeem(body.code)
     elif body.token is not None:
-        namespace = await plane.tokens.namespace_of(hashed(body.token.strip()))
+        namespace = await plane.tokens.namespace_of(hash_token(body.token.strip()))
         if namespace is None:
             raise Denied(f"this token is unknown here: create one with '{plane.setup.new_token}'")
-        cookie = plane.sessions.begin(namespace, hashed(body.token.strip()))
+        cookie = plane.sessions.begin(namespace, hash_token(body.token.strip()))
     if cookie is None:
         raise Denied("expected a code or a token")
     session = plane.sessions.find(cookie)
@@ -79,7 +85,7 @@ async def sign_in(call: ApiCall) -> Answer:
     answer.set_cookie(
         plane.sessions.cookie,
         cookie,
-        max_age=int(LONGEST_S),
+        max_age=int(MAX_S),
         path="/",
         secure=call.request.url.scheme == "https",
         httponly=True,

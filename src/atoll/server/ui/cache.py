@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 MAX_ENTRIES = 64  # charts of some five pages
 # An answer is valid for ten times as long as it took: computing takes a tenth of a core at most.
 TIMES = 10
-LONGEST_S = 30.0  # and never longer: people expect a chart to move
+MAX_S = 30.0  # and never longer: people expect a chart to move
 
 
 class TTLCache:
@@ -32,7 +32,7 @@ class TTLCache:
                 started = self._now()
                 body = await asyncio.to_thread(make)
                 spent = self._now() - started
-                self._entries[key] = (self._now() + min(LONGEST_S, TIMES * spent), body)
+                self._entries[key] = (self._now() + min(MAX_S, TIMES * spent), body)
                 self._entries.move_to_end(key)
                 while len(self._entries) > MAX_ENTRIES:
                     self._entries.popitem(last=False)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.executors import LOCAL
 from atoll.core.spec import BenchSpec, TrainingSpec
 
 # Flags of `atoll run` by option of `deploy_distributed`; a test holds them to the command itself.
 FLAGS = {
     "max_restarts": "--max-restarts",
-    "deadline_s": "--timeout",
+    "deadline_s": "--deadline",
     "rendezvous_backend": "--rendezvous",
     "rendezvous_uri": "--uri",
     "run_id": "--run-id",
@@ -32,7 +32,7 @@ FLAGS = {
     "start_grace_s": "--start-grace",
     "stop_grace_s": "--stop-grace",
     "ttl_seconds": "--ttl",
-    "stall_s": "--stall-s",
+    "stall_s": "--stall-timeout",
     "stall_restart": "--stall-restart",
     "mesh": "--mesh",
 }
@@ -129,6 +129,6 @@ def shell_of(spec: TrainingSpec, name: str) -> str:
         argv += [FLAGS[option]] if value is True else [FLAGS[option], str(value)]
     # A terminal would act on pasted control characters instead of passing them on.
     text = "".join([*argv, *command]).replace("\n", "").replace("\t", "")
-    if visible(text) != text:
+    if escape_control(text) != text:
         return ""
     return shlex.join(["atoll", "run", *argv, "--", *command])

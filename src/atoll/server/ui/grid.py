@@ -27,14 +27,14 @@ from atoll.core.rounds import (
     with_absent,
 )
 from atoll.core.status import Training
-from atoll.metrics.rounds import RoundKeeper
-from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, chosen, why_of
+from atoll.metrics.rounds import RoundTable
+from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, describe_source, select_rounds
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 N = TypeVar("N", int, float)
 
-MOST_COLUMNS = 400  # 5 px each on a screen of 2,000 px
-MOST_ROWS = 128  # 7 px each on a screen of 900 px
+MAX_COLUMNS = 400  # 5 px each on a screen of 2,000 px
+MAX_ROWS = 128  # 7 px each on a screen of 900 px
 # The worst state of all cells that share one.
 WORST = (BAD, MISSING, LATE, LEFT, JOINED, WAITED_FOR, HANDED_IN, IN, ABSENT)
 
@@ -42,7 +42,7 @@ WORST = (BAD, MISSING, LATE, LEFT, JOINED, WAITED_FOR, HANDED_IN, IN, ABSENT)
 class GridQuery(Query, frozen=True, rename={"from_": "from"}):
     from_: RoundNumber = 0
     to: RoundNumber | None = None
-    columns: Annotated[int, Meta(ge=10, le=MOST_COLUMNS)] = MOST_COLUMNS
+    columns: Annotated[int, Meta(ge=10, le=MAX_COLUMNS)] = MAX_COLUMNS
     uid: str | None = None
 
 
@@ -79,23 +79,26 @@ async def rounds(call: ApiCall) -> Answer:
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
-    if call.plane.series is None:
+    if call.plane.metrics is None:
         return json_answer(
-            grid_of([], None, "this control plane does not store rounds", MOST_COLUMNS)
+            grid_of([], None, "this control plane does not store rounds", MAX_COLUMNS)
         )
-    keeper = call.plane.series.rounds
-    return json_answer(await asyncio.to_thread(_grid, keeper, training, query))
+    table = call.plane.metrics.rounds
+    return json_answer(await asyncio.to_thread(_grid, table, training, query))
 
 
-def _grid(keeper: RoundKeeper, training: Training, query: GridQuery) -> RoundGrid:
+def _grid(table: RoundTable, training: Training, query: GridQuery) -> RoundGrid:
     uid = training.uid
-    run = keeper.run_of(uid)
-    summary, source = with_absent(keeper.summary(uid), training), why_of(keeper.look(uid))
+    run = table.run_of(uid)
+    summary, source = (
+        with_absent(table.summary(uid), training),
+        describe_source(table.observation(uid)),
+    )
     if run is None:
         return grid_of([], summary, source, query.columns)
     selection = RoundsQuery(from_=query.from_, to=query.to)
-    items = chosen(keeper, uid, run, selection)
-    return grid_of(items, summary, source, query.columns, keeper.dropped(uid, run)[0])
+    items = select_rounds(table, uid, run, selection)
+    return grid_of(items, summary, source, query.columns, table.dropped(uid, run)[0])
 
 
 def grid_of(
@@ -117,7 +120,7 @@ def grid_of(
             | dict.fromkeys(summary.uploaded, HANDED_IN)
         )
     ranks = sorted({rank for each in merged for rank in each})
-    tall = -(-len(ranks) // MOST_ROWS) if ranks else 1
+    tall = -(-len(ranks) // MAX_ROWS) if ranks else 1
     groups = [ranks[at : at + tall] for at in range(0, len(ranks), tall)]
     cells = [
         "".join(_worst(each.get(rank, ABSENT) for rank in group) for each in merged)

@@ -16,12 +16,12 @@ from atoll.core.describe import (
     describe_exit,
     describe_ranks,
     is_stopped_by_atoll,
-    ranks_alike,
+    ranks_with_same_failure,
     waiting_lines,
 )
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.model import Model
-from atoll.core.reasons import why_ended
+from atoll.core.reasons import describe_reason
 from atoll.core.stats import usage
 from atoll.core.status import (
     AttemptStatus,
@@ -34,7 +34,7 @@ from atoll.core.status import (
     Training,
     WorldPoint,
 )
-from atoll.server.http.encoded import shown
+from atoll.server.http.encoded import redact
 from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 
@@ -147,7 +147,7 @@ def page_of(
         rank_seconds=usage(training, time).rank_seconds,
         cause=cause_card(training),
         waiting=_waiting(status),
-        warnings=[visible(message) for message in status.warnings],
+        warnings=[escape_control(message) for message in status.warnings],
         timeline=timeline_of(training),
         tally=_tally(status),
         ranks=odd[:MAX_ODD_LINES] if is_large else lines,
@@ -208,7 +208,7 @@ def _earlier(one: AttemptStatus) -> EarlierAttempt:
 def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLine:
     final = ended if ended is not None else rank.exit
     at = None if final is None else final.ended_at if isinstance(final, RankExit) else final.at
-    message = visible(rank.message) if final is None else describe_exit(final)
+    message = escape_control(rank.message) if final is None else describe_exit(final)
     return RankLine(
         rank=rank.rank,
         phase=rank.phase,
@@ -237,7 +237,7 @@ def _short(ended: Exit | RankExit) -> str:
     if code is None:
         return "end unknown"
     detail = "" if reason in PLAIN_ENDS else reason or ""
-    return visible(f"exit {code} {detail}".strip())[:40]
+    return escape_control(f"exit {code} {detail}".strip())[:40]
 
 
 def _odd_lines(lines: Sequence[RankLine]) -> list[RankLine]:
@@ -255,9 +255,9 @@ def cause_card(training: Training) -> CauseCard | None:
     status, cause = training.status, training.status.root_cause
     if cause is None:
         return None
-    why = visible(why_ended(cause.termination_reason, cause.message))
+    why = escape_control(describe_reason(cause.termination_reason, cause.message))
     headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {describe_exit(cause)}"
-    if len(ranks_alike(status)) > 1:
+    if len(ranks_with_same_failure(status)) > 1:
         headline = _capital(describe_cause(status))
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
@@ -274,7 +274,7 @@ def cause_card(training: Training) -> CauseCard | None:
         neighbours=describe_ranks(neighbours) if neighbours else "",
         before=_before(status, cause),
         at=cause.ended_at,
-        tail=[visible(line) for line in cause.log_tail],
+        tail=[escape_control(line) for line in cause.log_tail],
     )
 
 
@@ -308,7 +308,7 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
         at = min(r.previous_exit.at for r in restarted if r.rank in ranks and r.previous_exit)
         text = f"{_who(ranks, message)}, and {'was' if len(ranks) == 1 else 'were'} started again"
         lines.append(TimelineEntry(at=at, kind="failed", text=text))
-    cause, alike = status.root_cause, set(ranks_alike(status))
+    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
     if cause is not None and cause.ended_at is not None:
         text = f"Rank {cause.rank} {describe_exit(cause)}"
         if len(alike) > 1:
@@ -392,7 +392,7 @@ def _kind_of_exit(ended: RankExit) -> str:
 def _spec(training: Training) -> dict[str, object]:
     import msgspec
 
-    spec: dict[str, object] = msgspec.to_builtins(shown(training).spec)
+    spec: dict[str, object] = msgspec.to_builtins(redact(training).spec)
     return spec
 
 
@@ -401,5 +401,5 @@ def _command(training: Training) -> str:
 
     spec = training.spec
     if spec.source is not None:
-        return visible(f"<{spec.source.kind} {spec.source.filename}>")
-    return visible(shlex.join([*(spec.command or ()), *spec.args]))
+        return escape_control(f"<{spec.source.kind} {spec.source.filename}>")
+    return escape_control(shlex.join([*(spec.command or ()), *spec.args]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from atoll.server.http import problems
-from atoll.server.http.auth import caller, check_dashboard_host
-from atoll.server.http.operations import Operation, Plane, routes
-from atoll.server.http.routing import Endpoint, Route
+from atoll.server.http.auth import authenticate, check_dashboard_host
+from atoll.server.http.operations import Operation, PathEndpoint, Plane, RequestHandler, routes
 from atoll.server.ui import assets, auth, grid, views
 
 MAX_BODY = 10_000  # a code or a token, with room to spare
@@ -44,23 +44,23 @@ OPERATIONS = (
         "GET", "/ui/stream", views.stream, "Which trainings change.", {}, query=views.StreamQuery
     ),
 )
-PAGES = ("/", "/in", "/compare", "/t/*")
+PAGES = ("/", "/in", "/compare", "/t/{path:path}")
 
 
 def routes_of(plane: Plane) -> list[Route]:
     return [
-        *routes(OPERATIONS, plane, caller, problems.on_error),
-        *(Route("GET", path, _checked(plane, assets.shell), _as_text) for path in PAGES),
-        Route("GET", "/assets/*", _checked(plane, assets.asset), _as_text),
+        *routes(OPERATIONS, plane, authenticate, problems.on_error),
+        *(Route(path, _page(plane, assets.shell)) for path in PAGES),
+        Route("/assets/{path:path}", _page(plane, assets.asset)),
     ]
 
 
-def _checked(plane: Plane, endpoint: Endpoint) -> Endpoint:
-    async def answer(request: Request) -> Response:
+def _page(plane: Plane, handler: RequestHandler) -> PathEndpoint:
+    async def get(request: Request) -> Response:
         check_dashboard_host(plane, request)
-        return await endpoint(request)
+        return await handler(request)
 
-    return answer
+    return PathEndpoint({"GET": get}, _as_text)
 
 
 def _as_text(request: Request, error: Exception) -> Response:

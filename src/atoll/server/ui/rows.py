@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from atoll.controller.informer import Informer
 from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
-from atoll.core.escape import visible
-from atoll.core.executors import absence
+from atoll.core.escape import escape_control
+from atoll.core.executors import executor_problem
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.ports import Store, Update
-from atoll.core.reasons import why_ended
+from atoll.core.reasons import describe_reason
 from atoll.core.status import Training
 
 RECENT_S = 86_400.0  # a failure needs attention for a day
@@ -118,13 +118,13 @@ def _sentence(training: Training) -> tuple[str, str]:
         cause = status.root_cause
         if cause is None:
             return "", terms.removeprefix(f"{status.phase.value}: ")
-        why = why_ended(cause.termination_reason, cause.message)
-        return visible(why), terms.removeprefix("failed: ")
-    if where := absence(training):
-        return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)
+        why = describe_reason(cause.termination_reason, cause.message)
+        return escape_control(why), terms.removeprefix("failed: ")
+    if where := executor_problem(training):
+        return f"Executor {where.removeprefix('Executor').lower()}", escape_control(status.message)
     waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
     if status.phase is Phase.PENDING and waits:
-        terms = visible(waits[0].message)
+        terms = escape_control(waits[0].message)
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
         return "", f"rank {waits[0].rank} {terms}{more}"
     if status.phase is Phase.NONE:

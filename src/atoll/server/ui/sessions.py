@@ -16,8 +16,8 @@ from atoll.core.errors import Denied
 
 CODE_S = 60.0  # `atoll ui` opens the browser at once
 IDLE_S = 12 * 3600.0  # a night: sign in once a working day
-LONGEST_S = 7 * 86_400.0  # a week, however busy the tab is
-MOST = 1_000  # sessions, unused codes and used codes: some 300 kB
+MAX_S = 7 * 86_400.0  # a week, however busy the tab is
+MAX_ENTRIES = 1_000  # sessions, unused codes and used codes: some 300 kB
 
 
 class BrowserSession(NamedTuple):
@@ -79,37 +79,37 @@ class Sessions:
     def redeem(self, code: str) -> str:
         """Returns the cookie of a new session. Raises Denied for a code that is unknown or too old,
         and for a used one with the time of its use: only its owner knows who that was."""
-        hashed, now = _hash(code), self._now()
-        if hashed in self._redeemed:
-            ago_s = now - self._redeemed[hashed]
+        hash_token, now = _hash(code), self._now()
+        if hash_token in self._redeemed:
+            ago_s = now - self._redeemed[hash_token]
             clock = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - ago_s))
             raise Denied(
                 f"this link was already used at {clock}, {ago_s:.0f} s ago. If that was not you, "
                 "somebody else is signed in as you: run 'atoll ui --revoke' to sign all browsers "
                 "out, then 'atoll ui'"
             )
-        code_entry = self._codes.pop(hashed, None)
+        code_entry = self._codes.pop(hash_token, None)
         if code_entry is None or code_entry.ends_at <= now:
             raise Denied("this link is unknown here or older than a minute: run 'atoll ui' again")
         _evict_oldest(self._redeemed)
-        self._redeemed[hashed] = now
+        self._redeemed[hash_token] = now
         return self.begin(code_entry.namespace, code_entry.token)
 
     def begin(self, namespace: str, token: str) -> str:
         now = self._now()
         self._sessions = {h: s for h, s in self._sessions.items() if self._is_valid(s)}
-        while len(self._sessions) >= MOST:
+        while len(self._sessions) >= MAX_ENTRIES:
             del self._sessions[min(self._sessions, key=lambda h: self._sessions[h].used_at)]
         cookie, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[_hash(cookie)] = BrowserSession(namespace, token, csrf, now, now)
         return cookie
 
     def find(self, cookie: str) -> BrowserSession | None:
-        hashed = _hash(cookie)
-        session = self._sessions.get(hashed)
+        hash_token = _hash(cookie)
+        session = self._sessions.get(hash_token)
         if session is None or not self._is_valid(session):
             return None
-        self._sessions[hashed] = session._replace(used_at=self._now())
+        self._sessions[hash_token] = session._replace(used_at=self._now())
         return session
 
     def end(self, cookie: str) -> None:
@@ -125,11 +125,11 @@ class Sessions:
 
     def _is_valid(self, session: BrowserSession) -> bool:
         now = self._now()
-        return now - session.used_at < IDLE_S and now - session.began_at < LONGEST_S
+        return now - session.used_at < IDLE_S and now - session.began_at < MAX_S
 
 
 def _evict_oldest(remaining: dict[str, UnusedCode] | dict[str, float]) -> None:
-    while len(remaining) >= MOST:
+    while len(remaining) >= MAX_ENTRIES:
         del remaining[next(iter(remaining))]
 
 

@@ -18,8 +18,8 @@ from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.metrics.bins import band_of
 from atoll.metrics.series import AT, MEAN, Series
-from atoll.metrics.store import OneSeries, SeriesKeeper
-from atoll.server.handlers.logs import Moment
+from atoll.metrics.store import LabeledSeries, MetricStore
+from atoll.server.handlers.logs import Timestamp
 from atoll.server.handlers.metrics import spark_of
 from atoll.server.http.encoded import with_staleness
 from atoll.server.http.operations import (
@@ -37,9 +37,9 @@ from atoll.server.ui.rows import TrainingRow, with_spark
 FRAMES_S = 0.25  # between two messages of a stream: people do not see more
 LOSS = "loss"
 # What one page draws at most: charts, lines in a chart, lanes of ranks.
-MOST_CURVES = 12
-MOST_LINES = 8
-MOST_RANKS = 64
+MAX_CURVES = 12
+MAX_LINES = 8
+MAX_RANKS = 64
 MIN_SPREAD = 1e-6  # of the mean: ranks that differ less differ by rounding
 
 
@@ -70,8 +70,8 @@ class MetricBandsQuery(Query, frozen=True):
     # Without `rank`: how many to draw, those furthest from the mean.
     furthest: Annotated[int, Meta(ge=0, le=8)] = 0
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
-    start: Moment | None = None
-    end: Moment | None = None
+    start: Timestamp | None = None
+    end: Timestamp | None = None
     uid: str | None = None
 
 
@@ -126,13 +126,14 @@ async def rows(call: ApiCall) -> Answer:
 
 
 def _add_sparklines(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow]:
-    keeper = call.plane.series
-    if keeper is None:
+    metric_store = call.plane.metrics
+    if metric_store is None:
         return items
     with contextlib.suppress(Temporary):  # rows are useful without them
         return [
             replace(
-                _with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid)
+                _with_loss(row, metric_store.first(row.uid, LOSS)),
+                round=metric_store.rounds.reached(row.uid),
             )
             for row in items
         ]
@@ -149,11 +150,11 @@ def _with_loss(row: TrainingRow, series: Series | None) -> TrainingRow:
 async def page(call: ApiCall) -> Answer:
     training = await _training(call)
     attempts = await call.plane.store.attempts(call.key)
-    keeper, now = call.plane.series, call.plane.clock()
-    await _catch_up(keeper, training)
+    metric_store, now = call.plane.metrics, call.plane.clock()
+    await _catch_up(metric_store, training)
 
     def build() -> TrainingPage:
-        names = None if keeper is None else _names(keeper, training.uid)
+        names = None if metric_store is None else _names(metric_store, training.uid)
         return page_of(training, now, attempts, names)
 
     return json_answer(await asyncio.to_thread(build))
@@ -169,7 +170,7 @@ async def ranks(call: ApiCall) -> Answer:
 
 
 def parse_ranks(text: str) -> set[int]:
-    """Parses `400-415,870`, at most `MOST_RANKS` ranks. Raises ValidationError."""
+    """Parses `400-415,870`, at most `MAX_RANKS` ranks. Raises ValidationError."""
     requested: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -177,21 +178,21 @@ def parse_ranks(text: str) -> set[int]:
         if not is_range or len(first) > 7 or len(last) > 7:
             raise ValidationError("ranks", text, "expected ranks such as 400-415,870")
         stop = int(last if dash else first) + 1
-        if stop <= int(first) or len(requested) + stop - int(first) > MOST_RANKS:
-            raise ValidationError("ranks", text, f"expected at most {MOST_RANKS} ranks")
+        if stop <= int(first) or len(requested) + stop - int(first) > MAX_RANKS:
+            raise ValidationError("ranks", text, f"expected at most {MAX_RANKS} ranks")
         requested |= set(range(int(first), stop))
     return requested
 
 
-async def _catch_up(keeper: SeriesKeeper | None, training: Training) -> None:
+async def _catch_up(metric_store: MetricStore | None, training: Training) -> None:
     """Reads the last metrics of a training that has ended: its page does not ask again."""
-    if keeper is not None and keeper.catch_up and training.status.phase.is_terminal:
-        await keeper.catch_up(training)
+    if metric_store is not None and metric_store.catch_up and training.status.phase.is_terminal:
+        await metric_store.catch_up(training)
 
 
-def _names(keeper: SeriesKeeper, uid: str) -> list[MetricName]:
+def _names(metric_store: MetricStore, uid: str) -> list[MetricName]:
     counts: dict[str, set[int]] = {}
-    for rank, _, name in keeper.keys(uid):
+    for rank, _, name in metric_store.keys(uid):
         counts.setdefault(name, set()).add(rank)
     return [MetricName(name=name, ranks=len(ranks)) for name, ranks in sorted(counts.items())]
 
@@ -206,9 +207,9 @@ async def _training(call: ApiCall) -> Training:
 async def metric_bands(call: ApiCall) -> Answer:
     query: MetricBandsQuery = call.query
     training = await _training(call)
-    if call.plane.series is None:
+    if call.plane.metrics is None:
         return json_answer(MetricBandList(names=[], items=[], has_store=False))
-    await _catch_up(call.plane.series, training)
+    await _catch_up(call.plane.metrics, training)
     key = (training.uid, encode(query))
     body = await call.plane.metric_cache.body(
         key, lambda: encode(_metric_bands(call, training.uid))
@@ -217,41 +218,41 @@ async def metric_bands(call: ApiCall) -> Answer:
 
 
 def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
-    query, keeper = call.query, call.plane.series
-    assert keeper is not None
+    query, metric_store = call.query, call.plane.metrics
+    assert metric_store is not None
     items = []
-    for name in query.name[:MOST_CURVES]:
-        every = [one for one in keeper.series(uid, [name]) if len(one.series)]
+    for name in query.name[:MAX_CURVES]:
+        every = [one for one in metric_store.series(uid, [name]) if len(one.series)]
         if not every:
             continue
         start = min(one.series.columns[AT][0] for one in every)
         end = max(one.series.columns[AT][-1] for one in every)
         start, end = max(start, query.start or start), min(end, query.end or end)
         items.append(_metric_band(name, None, every, start, end, query.bins))
-        for rank in (query.rank or furthest(every, query.furthest))[:MOST_LINES]:
+        for rank in (query.rank or furthest(every, query.furthest))[:MAX_LINES]:
             own = [one for one in every if one.rank == rank]
             if own:
                 items.append(_metric_band(name, rank, own, start, end, query.bins))
-    return MetricBandList(names=_names(keeper, uid), items=items)
+    return MetricBandList(names=_names(metric_store, uid), items=items)
 
 
-def furthest(series: list[OneSeries], count: int) -> list[int]:
+def furthest(series: list[LabeledSeries], count: int) -> list[int]:
     """At most `count` ranks whose newest value is furthest from the mean."""
-    lasts: dict[int, float] = {}
+    newest_values: dict[int, float] = {}
     for one in series:
         value = one.series.columns[MEAN][-1]
         if isfinite(value):
-            lasts[one.rank] = value
-    if not lasts or len(lasts) < 2:
+            newest_values[one.rank] = value
+    if not newest_values or len(newest_values) < 2:
         return []
-    middle = fsum(lasts.values()) / len(lasts)
-    far = {rank: abs(value - middle) for rank, value in lasts.items()}
+    middle = fsum(newest_values.values()) / len(newest_values)
+    far = {rank: abs(value - middle) for rank, value in newest_values.items()}
     order = sorted(far, key=lambda rank: (-far[rank], rank))
     return sorted(rank for rank in order[:count] if far[rank] > MIN_SPREAD * abs(middle))
 
 
 def _metric_band(
-    name: str, rank: int | None, series: list[OneSeries], start: float, end: float, bins: int
+    name: str, rank: int | None, series: list[LabeledSeries], start: float, end: float, bins: int
 ) -> MetricBand:
     band = band_of([one.series for one in series], start, end, bins)
     return MetricBand(name=name, rank=rank, **band._asdict())
@@ -276,7 +277,7 @@ async def stream(call: ApiCall) -> Answer:
                 await asyncio.sleep(FRAMES_S)
 
     beat = b'{"beat":true}\n'
-    return stream_answer(plane.streams.run(frames(), beat=beat), NDJSON)
+    return stream_answer(plane.streams.run(frames(), heartbeat=beat), NDJSON)
 
 
 def _frame(version: int, names: list[str] | None, now: float) -> bytes:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from atoll.backends.kubernetes import read
+from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.names import DESIRED, FAILURES, FINALIZER, INDEX
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
-from atoll.backends.kubernetes.read import GangView, observe_gang
+from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.read import GangView
 from atoll.core.model import encode
 from atoll.core.spec import Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, ObservedRank, RankStatus, Status, Training
@@ -84,7 +87,7 @@ def pod(
     conditions: dict[str, Json] | None = None,
     reason: str = "",
     message: str = "",
-    is_held: bool = False,
+    has_finalizer: bool = False,
     gate: Json | None = None,
     annotations: Json | None = None,
 ) -> Json:
@@ -98,7 +101,7 @@ def pod(
         "creationTimestamp": stamp(made_at),
         "annotations": {INDEX: str(rank), FAILURES: str(restarts), **(annotations or {})},
         "ownerReferences": [{"kind": "Job", "name": "tiny-gpt-0"}],
-        "finalizers": [FINALIZER] if is_held else [],
+        "finalizers": [FINALIZER] if has_finalizer else [],
     }
     if left_at is not None:
         metadata |= {"deletionTimestamp": stamp(left_at + 10), "deletionGracePeriodSeconds": 10}
@@ -130,6 +133,16 @@ def ended(code: int, reason: str = "Error", message: str = "", at: float = NOW -
             "finishedAt": stamp(at),
         }
     }
+
+
+def observe_gang(
+    subject: Training, gang: Json | None, pods: Any, *rest: Any, **more: Any
+) -> GangView:
+    """One observation of these manifests."""
+    if "deleted" in more:
+        deleted: DeletedState = more.pop("deleted")
+        more["deleted"] = deleted._replace(pods=[Pod(manifest) for manifest in deleted.pods])
+    return read.observe_gang(subject, gang, [Pod(manifest) for manifest in pods], *rest, **more)
 
 
 def known(rank: int, *, attempt: int, **rest: Any) -> RankStatus:

@@ -18,15 +18,15 @@ class Here:
         self.passed = 0.0
         self.time = ServerTime(lambda: SERVER + self.passed + 7200, lambda: 77.0 + self.passed)
 
-    def hear(self, after_s: float, server_ahead_s: float = 0.0) -> None:
+    def update(self, after_s: float, server_ahead_s: float = 0.0) -> None:
         self.passed += after_s
-        self.time.hear(formatdate(SERVER + self.passed + server_ahead_s, usegmt=True))
+        self.time.update(formatdate(SERVER + self.passed + server_ahead_s, usegmt=True))
 
 
 def test_the_servers_clock_counts_from_the_first_answer_on() -> None:
     here = Here()
     assert here.time() == SERVER + 7200
-    here.hear(10.0)
+    here.update(10.0)
     assert here.time() == pytest.approx(SERVER + 10, abs=1)
     here.passed += 1000
     assert here.time() == pytest.approx(SERVER + 1010, abs=1)
@@ -35,27 +35,27 @@ def test_the_servers_clock_counts_from_the_first_answer_on() -> None:
 def test_more_answers_make_it_exact() -> None:
     here = Here()
     for _ in range(30):
-        here.hear(0.37)
+        here.update(0.37)
     assert here.time() == pytest.approx(SERVER + here.passed, abs=0.1)
 
 
 def test_time_never_goes_back_for_an_answer_that_was_long_on_its_way() -> None:
     here = Here()
-    here.hear(10.0)
+    here.update(10.0)
     before = here.time()
-    here.time.hear(formatdate(SERVER + 7, usegmt=True))
+    here.time.update(formatdate(SERVER + 7, usegmt=True))
     assert here.time() == before
 
 
 def test_a_server_whose_clock_was_set_back_is_believed() -> None:
     here = Here()
-    here.hear(10.0)
-    here.hear(0.0, server_ahead_s=-3600)
+    here.update(10.0)
+    here.update(0.0, server_ahead_s=-3600)
     assert here.time() == pytest.approx(SERVER + 10 - 3600, abs=1)
 
 
 @pytest.mark.parametrize("date", [None, "", "yesterday"])
 def test_no_date_changes_nothing(date: str | None) -> None:
     here = Here()
-    here.time.hear(date)
+    here.time.update(date)
     assert here.time() == SERVER + 7200

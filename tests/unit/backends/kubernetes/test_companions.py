@@ -10,14 +10,14 @@ import kubernetes_validate
 import pytest
 
 from atoll.backends.kubernetes.companions import (
-    Beside,
+    Companions,
     FollowMesh,
     address,
-    answering,
-    etcd_words,
+    describe_etcd,
     is_bench_over,
     members,
     read_bench,
+    ready_etcd,
     render_bench,
     render_bench_service,
     render_etcd,
@@ -25,11 +25,10 @@ from atoll.backends.kubernetes.companions import (
 )
 from atoll.backends.kubernetes.followups import PatchJob
 from atoll.backends.kubernetes.gate import read_gate
-from atoll.backends.kubernetes.names import HELD, PART
-from atoll.backends.kubernetes.patch import is_held, render_unhold
+from atoll.backends.kubernetes.names import BLOCKED_BY, PART
+from atoll.backends.kubernetes.patch import is_blocked, render_unblock
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import is_unchanged
-from atoll.backends.kubernetes.read import observe_gang as look_at_ranks
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
@@ -45,6 +44,7 @@ from tests.unit.backends.kubernetes.kube import (
     ended,
     job,
     observation,
+    observe_gang,
     only,
     pod,
     running,
@@ -121,7 +121,7 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
     options = Options(agent_image="atoll:1", etcd_endpoint="etcd.infra:2379")
     made = render_job(training(mesh=True), DesiredState(version=1, size=3), options)
     assert environment(made)["ATOLL_MESH_ENDPOINT"] == "etcd.infra:2379"
-    assert not is_held(made)
+    assert not is_blocked(made)
     (agent,) = made["spec"]["template"]["spec"]["initContainers"]
     assert "--etcd=etcd.infra:2379" in agent["command"]
     assert f"--folder={FABRIC_DIR}/{training().uid}" in agent["command"]
@@ -130,23 +130,23 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
 def test_a_job_is_held_until_its_etcd_answers() -> None:
     made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
-    assert is_held(made)
-    patch = render_unhold(made)
+    assert is_blocked(made)
+    patch = render_unblock(made)
     assert patch["spec"]["suspend"] is False
-    assert not is_held({"metadata": {"annotations": {}}})
+    assert not is_blocked({"metadata": {"annotations": {}}})
 
 
 def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
     """When it runs is the queue's business, and its pods do not start ranks before that."""
     options = Options(kueue_queue="research", is_start_gated=True)
     made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=1), options)
-    assert is_held(made)
-    assert "spec" not in render_unhold(made)
+    assert is_blocked(made)
+    assert "spec" not in render_unblock(made)
     made["status"] = {"startTime": stamp(MADE)}
     ranks = [Pod(waiting(rank)) for rank in range(3)]
     given, desired = training(rendezvous=ETCD_V2), DesiredState(version=1, size=3)
     assert not read_gate(given, made, desired, ranks, NOW).is_due
-    del made["metadata"]["annotations"][HELD]
+    del made["metadata"]["annotations"][BLOCKED_BY]
     assert read_gate(given, made, desired, ranks, NOW).is_due
 
 
@@ -162,7 +162,7 @@ def test_the_agent_comes_before_the_start_gate_and_leaves_the_rank_its_class_of_
     assert before[0]["resources"]["requests"] == before[0]["resources"]["limits"]
 
 
-def beside(part: str, index: int = -1, state: Json | None = None, **more: Any) -> Json:
+def companion(part: str, index: int = -1, state: Json | None = None, **more: Any) -> Json:
     made = pod(index, state, **more)
     made["metadata"]["labels"] = {PART: part}
     made["metadata"]["name"] = f"{part}-{index}"
@@ -174,31 +174,31 @@ def beside(part: str, index: int = -1, state: Json | None = None, **more: Any) -
 
 
 def etcd(is_ready: bool, ip: str = "10.0.0.9", **more: Any) -> Json:
-    made = beside("etcd", conditions={"Ready": {"status": str(is_ready)}}, **more)
+    made = companion("etcd", conditions={"Ready": {"status": str(is_ready)}}, **more)
     made["status"]["podIP"] = ip
     return made
 
 
 def test_pods_beside_the_ranks_are_no_ranks() -> None:
-    extra = [beside("bench", 0, running()), beside("bench", 1, ended(1)), etcd(True)]
+    extra = [companion("bench", 0, running()), companion("bench", 1, ended(1)), etcd(True)]
     ranks = [pod(rank, running()) for rank in range(3)]
     found = observation(*ranks, *extra)
     assert [(r.rank, r.state) for r in found.observation.ranks] == [
         (r, "running") for r in range(3)
     ]
-    assert is_unchanged(job(), [*ranks, *extra])
+    assert is_unchanged(job(), map(Pod, [*ranks, *extra]))
     selector = render_service(training(), Options(), None)["spec"]["selector"]
     assert selector[PART] == "rank"
 
 
 def test_an_etcd_answers_once_its_pod_is_ready() -> None:
-    assert answering([Pod(etcd(False))]) is None
-    assert answering([Pod(etcd(True, left_at=NOW))]) is None
-    found = answering([Pod(etcd(False)), Pod(etcd(True))])
+    assert ready_etcd([Pod(etcd(False))]) is None
+    assert ready_etcd([Pod(etcd(True, left_at=NOW))]) is None
+    found = ready_etcd([Pod(etcd(False)), Pod(etcd(True))])
     assert found is not None
     assert address(found) == "10.0.0.9:2379"
     assert address(Pod(etcd(True, ip="fd00::9"))) == "[fd00::9]:2379"
-    assert etcd_words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
+    assert describe_etcd([Pod(companion("etcd", conditions=NO_ROOM, node=None))]).startswith(
         "waits for its etcd: no capacity: 0/2 nodes"
     )
 
@@ -258,8 +258,8 @@ def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
     assert only(observation(made)).message == "the image atoll:9 cannot be pulled: not found"
 
 
-def observe_gang(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
-    given = {"made_at": NOW - 1, "are_ranks_placed": True} | more
+def observe(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
+    given = {"created_at": NOW - 1, "are_ranks_placed": True} | more
     mine = [Pod(pod(i, running(), node=node)) for i, node in enumerate(ranks)]
     subject = given.pop("subject", BENCHED)
     return read_bench(subject, map(Pod, pods), mine, AGENT, NOW, **given)
@@ -273,22 +273,22 @@ RESULT = BenchResult(measured_at=NOW, probe_node_a="b", probe_node_b="peer", bus
 
 
 def test_the_link_is_measured_once_ranks_have_their_nodes() -> None:
-    assert observe_gang(made_at=None, are_ranks_placed=False).state == "waiting"
-    assert observe_gang(made_at=None).state == "idle"
-    assert observe_gang().state == "waiting"
-    assert observe_gang(made_at=NOW - 301).state == "failed"
+    assert observe(created_at=None, are_ranks_placed=False).state == "waiting"
+    assert observe(created_at=None).state == "idle"
+    assert observe().state == "waiting"
+    assert observe(created_at=NOW - 301).state == "failed"
     floor = training(bench=BenchSpec(mode="on-start", require_gbps=1.0))
-    assert observe_gang(subject=floor, made_at=None, are_ranks_placed=False).state == "idle"
+    assert observe(subject=floor, created_at=None, are_ranks_placed=False).state == "idle"
 
 
 def test_the_bench_runs_when_both_of_its_pods_do() -> None:
-    one = beside("bench", 0, running(), node="a")
-    assert observe_gang(one).state == "waiting"
-    lost = beside("bench", 1, node=None, conditions=NO_ROOM)
-    found = observe_gang(one, lost)
+    one = companion("bench", 0, running(), node="a")
+    assert observe(one).state == "waiting"
+    lost = companion("bench", 1, node=None, conditions=NO_ROOM)
+    found = observe(one, lost)
     assert found.state == "waiting"
     assert found.message.startswith("no capacity: 0/2 nodes are available")
-    found = observe_gang(one, beside("bench", 1, running(), node="b"))
+    found = observe(one, companion("bench", 1, running(), node="b"))
     assert (found.state, found.message) == ("running", "measuring a with b")
 
 
@@ -298,42 +298,42 @@ def test_the_bench_runs_when_both_of_its_pods_do() -> None:
 def test_the_result_names_the_nodes_it_was_measured_on(
     nodes: tuple[str, str], is_own: bool
 ) -> None:
-    a = beside("bench", 0, ended(0, "Completed"), phase="Succeeded", node=nodes[0])
-    b = beside("bench", 1, told(RESULT), phase="Succeeded", node=nodes[1])
-    found = observe_gang(a, b).result
+    a = companion("bench", 0, ended(0, "Completed"), phase="Succeeded", node=nodes[0])
+    b = companion("bench", 1, told(RESULT), phase="Succeeded", node=nodes[1])
+    found = observe(a, b).result
     assert (found.probe_node_a, found.probe_node_b) == nodes
     assert found.is_worker_pair is is_own
     assert found.busbw_gbps_p50 == 9.0
 
 
 def test_before_there_are_ranks_no_node_is_theirs() -> None:
-    a = beside("bench", 0, ended(0, "Completed"), phase="Succeeded", node="a")
-    b = beside("bench", 1, told(RESULT), phase="Succeeded", node="b")
-    assert observe_gang(a, b, ranks=()).result.is_worker_pair is False
+    a = companion("bench", 0, ended(0, "Completed"), phase="Succeeded", node="a")
+    b = companion("bench", 1, told(RESULT), phase="Succeeded", node="b")
+    assert observe(a, b, ranks=()).result.is_worker_pair is False
 
 
 def test_a_bench_that_fails_says_why() -> None:
-    a = beside("bench", 0, running(), node="a")
-    b = beside("bench", 1, ended(1, "Error", "netbench: no route"), phase="Failed", node="b")
-    found = observe_gang(a, b)
+    a = companion("bench", 0, running(), node="a")
+    b = companion("bench", 1, ended(1, "Error", "netbench: no route"), phase="Failed", node="b")
+    found = observe(a, b)
     assert found.state == "failed"
     assert found.message == "the pod on b ended with Error: netbench: no route"
-    rubbish = beside("bench", 1, ended(0, "Completed", "<html>"), phase="Succeeded", node="b")
-    assert observe_gang(a, rubbish).state == "failed"
-    never = beside("bench", 1, {"waiting": {"reason": "InvalidImageName"}}, phase="Pending")
-    assert observe_gang(a, never).state == "failed"
+    rubbish = companion("bench", 1, ended(0, "Completed", "<html>"), phase="Succeeded", node="b")
+    assert observe(a, rubbish).state == "failed"
+    never = companion("bench", 1, {"waiting": {"reason": "InvalidImageName"}}, phase="Pending")
+    assert observe(a, never).state == "failed"
 
 
 def test_pods_of_a_bench_that_are_leaving_are_not_looked_at() -> None:
-    gone = beside("bench", 0, running(), left_at=NOW)
-    assert observe_gang(gone, made_at=None).state == "idle"
+    gone = companion("bench", 0, running(), left_at=NOW)
+    assert observe(gone, created_at=None).state == "idle"
 
 
 def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
     rules = render_bench(BENCHED, AGENT, None, "t")["spec"]["template"]["spec"]["affinity"]
-    (apart,) = rules["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (own_keys_only,) = rules["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     (near,) = rules["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert apart["weight"] >= 100 * near["weight"]
+    assert own_keys_only["weight"] >= 100 * near["weight"]
 
 
 def test_bench_pods_go_where_ranks_may_and_take_no_gpu() -> None:
@@ -362,18 +362,18 @@ def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Observat
     gang = more.pop("gang", job())
     subject = training(**more)
     cluster: Any = object()
-    parts = Beside(cluster, options, lambda key: None, is_owner=True)
+    parts = Companions(cluster, options, lambda key: None, is_owner=True)
     ranks = [p for p in pods if p["metadata"].get("labels", {}).get(PART, "rank") == "rank"]
     others = [Pod(p) for p in pods if p not in ranks]
-    found = look_at_ranks(subject, gang, ranks, options, NOW)
-    return parts.observe_gang(subject, gang, found.newest, others, found.observation, NOW)
+    found = observe_gang(subject, gang, ranks, options, NOW)
+    return parts.observe(subject, gang, found.newest, others, found.observation, NOW)
 
 
 def kinds(found: Observation) -> list[str]:
     return [type(followup).__name__ for followup in found.followups]
 
 
-HELD_JOB = job(annotations={HELD: "etcd"}, suspend=True)
+HELD_JOB = job(annotations={BLOCKED_BY: "etcd"}, suspend=True)
 
 
 def test_an_etcd_that_is_not_there_is_asked_for() -> None:
@@ -392,7 +392,7 @@ def test_a_job_is_let_go_once_its_etcd_answers() -> None:
     found = asked_beside(etcd(True), rendezvous=ETCD_V2, gang=HELD_JOB)
     (begun,) = found.followups
     assert isinstance(begun, PatchJob)
-    assert begun.patch == render_unhold(HELD_JOB)
+    assert begun.patch == render_unblock(HELD_JOB)
 
 
 def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:
@@ -410,11 +410,11 @@ def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:
 
 def test_a_bench_is_cleared_away_in_the_pass_that_stores_its_end() -> None:
     on_start = BENCHED.spec.bench
-    one = beside("bench", 0, running(), node="a")
-    two = beside("bench", 1, running(), node="b")
+    one = companion("bench", 0, running(), node="a")
+    two = companion("bench", 1, running(), node="b")
     found = asked_beside(one, two, bench=on_start)
     assert (kinds(found), found.again_in_s) == ([], 5.0)
-    over = beside("bench", 1, told(RESULT), phase="Succeeded", node="b")
+    over = companion("bench", 1, told(RESULT), phase="Succeeded", node="b")
     found = asked_beside(one, over, bench=on_start)
     assert kinds(found) == ["ClearBench"]
     assert found.bench is not None

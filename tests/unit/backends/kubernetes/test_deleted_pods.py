@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.backends.kubernetes.client import ObjectList, WatchEvent
-from atoll.backends.kubernetes.deleted_pods import STEP_GROWTH, DeletedPods, Departed, Search
+from atoll.backends.kubernetes.deleted_pods import STEP_GROWTH, DeletedPods, DeletedState, Search
 from atoll.backends.kubernetes.names import UID
+from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import Gone, Temporary
 from atoll.core.ports import Key
 from atoll.core.status import RankStatus, Status
@@ -86,14 +87,13 @@ def live(cluster: Remembering, name: str, made: int, over: int, gone: int, code:
     cluster.write(name, gone, None)
 
 
-def codes(states: dict[str, Json]) -> dict[str, int | None]:
+def codes(states: dict[str, Pod]) -> dict[str, int | None]:
     return {
-        name: (s["status"]["containerStatuses"][0]["state"].get("terminated") or {}).get("exitCode")
-        for name, s in states.items()
+        name: (pod.state.get("terminated") or {}).get("exitCode") for name, pod in states.items()
     }
 
 
-def search(cluster: Any, *targets: str | int) -> dict[str, Json]:
+def search(cluster: Any, *targets: str | int) -> dict[str, Pod]:
     found = Search(cluster, SPACE, "", targets)
     asyncio.run(found.run())
     return found.states
@@ -149,9 +149,9 @@ class Looking:
 
     def look(
         self, there: Collection[Json], *ranks: RankStatus, failed: Collection[int] = ()
-    ) -> Departed:
+    ) -> DeletedState:
         given = training(status=Status(ranks=list(ranks)))
-        return self.pods.departed(given, there, SPACE, failed)
+        return self.pods.deleted(given, map(Pod, there), SPACE, failed)
 
     async def told(self) -> None:
         async with asyncio.timeout(30):
@@ -162,11 +162,11 @@ def test_a_pod_that_was_watched_until_its_end_costs_no_request() -> None:
     async def test() -> None:
         cluster = Remembering(now=100)
         looking = Looking(cluster)
-        assert looking.look([manifest("a", version=1)], alive("a")) == Departed()
-        looking.pods.note(manifest("a", code=7, version=3), is_final=True)
-        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
-        looking.pods.note(manifest("a", version=2), is_final=False)  # from an older list
-        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+        assert looking.look([manifest("a", version=1)], alive("a")) == DeletedState()
+        looking.pods.note(Pod(manifest("a", code=7, version=3)), is_final=True)
+        assert codes({"a": looking.look([], alive("a")).pods[0]}) == {"a": 7}
+        looking.pods.note(Pod(manifest("a", version=2)), is_final=False)  # from an older list
+        assert codes({"a": looking.look([], alive("a")).pods[0]}) == {"a": 7}
         assert cluster.requests == 0
 
     asyncio.run(test())
@@ -176,8 +176,8 @@ def test_a_pod_that_was_cut_off_while_it_ran_is_not_looked_for() -> None:
     async def test() -> None:
         cluster = Remembering(now=100)
         looking = Looking(cluster)
-        looking.pods.note(manifest("a", version=3), is_final=True)
-        assert looking.look([], alive("a")) == Departed(unread=frozenset({"a"}))
+        looking.pods.note(Pod(manifest("a", version=3)), is_final=True)
+        assert looking.look([], alive("a")) == DeletedState(unknown=frozenset({"a"}))
         assert cluster.requests == 0
 
     asyncio.run(test())
@@ -186,11 +186,11 @@ def test_a_pod_that_was_cut_off_while_it_ran_is_not_looked_for() -> None:
 def test_what_is_stored_is_forgotten() -> None:
     async def test() -> None:
         looking = Looking(Remembering(now=100))
-        looking.pods.note(manifest("a", code=7), is_final=True)
+        looking.pods.note(Pod(manifest("a", code=7)), is_final=True)
         stored = RankStatus(rank=0, attempt=int(MADE) + 1, started_at=MADE + 5, pod_name="b")
         there = [manifest("b")]
-        assert looking.look(there, stored) == Departed()
-        assert looking.look(there) == Departed()
+        assert looking.look(there, stored) == DeletedState()
+        assert looking.look(there) == DeletedState()
 
     asyncio.run(test())
 
@@ -199,11 +199,11 @@ def test_nothing_waits_for_the_past_and_what_it_does_not_tell_is_looked_for_once
     async def test() -> None:
         cluster = Remembering(now=100, oldest=90)
         looking = Looking(cluster)
-        assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
-        assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+        assert looking.look([], alive("a")) == DeletedState(searching=frozenset({"a"}))
+        assert looking.look([], alive("a")) == DeletedState(searching=frozenset({"a"}))
         await looking.told()
         asked = cluster.requests
-        assert looking.look([], alive("a")) == Departed(unread=frozenset({"a"}))
+        assert looking.look([], alive("a")) == DeletedState(unknown=frozenset({"a"}))
         assert cluster.requests == asked > 0
 
     asyncio.run(test())
@@ -215,8 +215,8 @@ def test_the_past_of_a_training_whose_pods_are_there_is_not_read() -> None:
     async def test() -> None:
         cluster = Remembering(now=1_000)
         looking = Looking(cluster)
-        assert looking.look([]) == Departed()
-        assert looking.look([manifest("a", version=3)], alive("a")) == Departed()
+        assert looking.look([]) == DeletedState()
+        assert looking.look([manifest("a", version=3)], alive("a")) == DeletedState()
         assert cluster.requests == 0
 
     asyncio.run(test())
@@ -228,7 +228,7 @@ def test_a_pod_that_the_mirror_does_not_show_yet_is_not_gone() -> None:
         cluster.write("a", 50, manifest("a"))
         looking = Looking(cluster)
         for _ in range(2):
-            assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+            assert looking.look([], alive("a")) == DeletedState(searching=frozenset({"a"}))
             await looking.told()
 
     asyncio.run(test())
@@ -239,10 +239,10 @@ def test_a_pod_last_seen_running_ended_as_the_past_says() -> None:
         cluster = Remembering(now=100)
         live(cluster, "a", made=50, over=90, gone=95, code=7)
         looking = Looking(cluster)
-        looking.pods.note(manifest("a", version=50), is_final=False)  # a later list lacks it
-        assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+        looking.pods.note(Pod(manifest("a", version=50)), is_final=False)  # a later list lacks it
+        assert looking.look([], alive("a")) == DeletedState(searching=frozenset({"a"}))
         await looking.told()
-        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+        assert codes({"a": looking.look([], alive("a")).pods[0]}) == {"a": 7}
 
     asyncio.run(test())
 
@@ -255,10 +255,10 @@ def test_attempts_that_no_status_names_are_read_with_the_one_before_them() -> No
         cluster.write("c", 900, manifest("c", version=900))
         looking = Looking(cluster)
         there = [manifest("c", version=900)]
-        assert looking.look(there, alive("a")) == Departed(sought=frozenset({"a"}))
+        assert looking.look(there, alive("a")) == DeletedState(searching=frozenset({"a"}))
         await looking.told()
-        found = looking.look(there, alive("a")).manifests
-        assert codes({m["metadata"]["name"]: m for m in found}) == {"a": 7, "b": 8}
+        found = looking.look(there, alive("a")).pods
+        assert codes({pod.name: pod for pod in found}) == {"a": 7, "b": 8}
 
     asyncio.run(test())
 
@@ -271,11 +271,11 @@ def test_how_a_rank_failed_that_only_the_job_knows_of_is_read() -> None:
         cluster.write("a", 700, manifest("a", code=7, version=700, rank=1))
         cluster.write("a", 900, None)
         looking = Looking(cluster)
-        assert looking.look([], failed={1, 2}) == Departed(sought_ranks=frozenset({1, 2}))
+        assert looking.look([], failed={1, 2}) == DeletedState(searching_ranks=frozenset({1, 2}))
         await looking.told()
-        departed = looking.look([], failed={1, 2})
-        assert codes({m["metadata"]["name"]: m for m in departed.manifests}) == {"a": 7}
-        assert departed.sought_ranks == frozenset()
+        deleted = looking.look([], failed={1, 2})
+        assert codes({pod.name: pod for pod in deleted.pods}) == {"a": 7}
+        assert deleted.searching_ranks == frozenset()
 
     asyncio.run(test())
 
@@ -295,9 +295,9 @@ def test_a_past_that_could_not_be_read_is_read_again() -> None:
         looking = Looking(cluster)
         async with asyncio.timeout(30):
             while looking.news.empty():
-                assert looking.look([], alive("a")).sought == {"a"}
+                assert looking.look([], alive("a")).searching == {"a"}
                 await asyncio.sleep(0)
-        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+        assert codes({"a": looking.look([], alive("a")).pods[0]}) == {"a": 7}
 
     asyncio.run(test())
 
@@ -308,8 +308,8 @@ def test_trainings_that_are_gone_are_forgotten() -> None:
 
     async def test() -> None:
         looking = Looking(Remembering(now=100))
-        looking.pods.note(manifest("a", code=7), is_final=True)
+        looking.pods.note(Pod(manifest("a", code=7)), is_final=True)
         await looking.pods.sweep(known)
-        assert looking.look([]) == Departed()
+        assert looking.look([]) == DeletedState()
 
     asyncio.run(test())

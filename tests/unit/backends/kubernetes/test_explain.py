@@ -57,7 +57,7 @@ def test_a_field_without_a_description_is_noticed_when_the_schema_is_made() -> N
 def full_status() -> Status:
     """A status with something in every field."""
     ended = Exit(code=1, at=2.5, reason="Error", signal="SIGTERM", is_stopped=True, failed_at=2.25,
-                 message="m", log_tail=["l"], is_backends_word=True)  # fmt: skip
+                 message="m", log_tail=["l"], is_from_backend=True)  # fmt: skip
     ranks = [
         RankStatus(rank=n, phase="Failed", pod_name=f"p-{n}", node=f"n-{n}", provider="p",
                    region="r", restarts=n, message="m", attempt=n, started_at=1.5, exit=ended,

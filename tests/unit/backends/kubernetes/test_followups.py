@@ -10,10 +10,10 @@ import pytest
 
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import (
+    DropFinalizer,
+    FailLostPods,
     GangFollowups,
-    GiveUp,
     KeepLogs,
-    LetGo,
     MarkStopped,
     OpenGate,
     PatchJob,
@@ -64,14 +64,14 @@ CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
     "the log of a pod that goes is kept": ([pod(0, running(), left_at=NOW)], None, ["KeepLogs 0"]),
     "nobody holds a pod that has ended": ([GONE], None, ["KeepLogs 0"]),
     "a pod that another release holds may go": (
-        [pod(0, running(), is_held=True)],
+        [pod(0, running(), has_finalizer=True)],
         None,
-        ["LetGo 0"],
+        ["DropFinalizer 0"],
     ),
     "one on a lost node fails on record": (
         [pod(0, running(), left_at=NOW - 100, conditions=TAINTED)],
         None,
-        ["GiveUp 0"],
+        ["FailLostPods 0"],
     ),
     "half a gang gives way": (
         [
@@ -102,7 +102,7 @@ def test_a_look_asks_for(case: str) -> None:
 
 
 def test_a_gang_whose_configmap_is_gone_gets_it_back() -> None:
-    name = KubernetesBackend(cluster=object())._place(training())[1]  # type: ignore[arg-type]
+    name = KubernetesBackend(cluster=object())._object_key(training())[1]  # type: ignore[arg-type]
     STUCK["status"]["containerStatuses"][0]["state"]["waiting"]["message"] = (
         f'configmap "{name}" not found'
     )
@@ -159,8 +159,8 @@ def test_every_chore_has_somebody_who_does_it() -> None:
     assert desired is not None
     all_of_them: list[Followup] = [
         KeepLogs(pods=mine, ranks=1),
-        GiveUp(pods=mine),
-        LetGo(pods=mine),
+        FailLostPods(pods=mine),
+        DropFinalizer(pods=mine),
         MarkStopped(pods=mine),
         OpenGate(pods=mine),
         RestoreObjects(desired=desired, job=job()),
@@ -174,10 +174,10 @@ def test_every_chore_has_somebody_who_does_it() -> None:
     asyncio.run(perform())
     assert deeds.done == [
         "capture 0",
-        "give_up",
-        *("settle", "let_go"),
+        "fail_lost_pods",
+        *("settle", "drop_finalizers"),
         "mark_stopped",
-        *("note_opened", "let_start"),
+        *("note_opened", "start_pods"),
         "make",
         "patch_job",
     ]

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from atoll.backends.kubernetes.client import Cluster
-from atoll.backends.kubernetes.followups import PodKeeper
+from atoll.backends.kubernetes.followups import GangWriter
 from atoll.backends.kubernetes.names import FINALIZER, MANAGED, PLANE, UID
 
 
@@ -56,7 +56,7 @@ def test_a_sweep_leaves_pods_of_other_control_planes_alone(
     async def sweep() -> None:
         transport = httpx2.MockTransport(answer)
         client = httpx2.AsyncClient(base_url="http://cluster", transport=transport)
-        await PodKeeper(Cluster(client)).sweep(None, known, plane)
+        await GangWriter(Cluster(client)).sweep(None, known, plane)
         await client.aclose()
 
     asyncio.run(sweep())

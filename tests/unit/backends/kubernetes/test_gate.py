@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.deleted_pods import Departed
+from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.followups import OpenGate, PatchJob
 from atoll.backends.kubernetes.gate import StartGate, render_start
 from atoll.backends.kubernetes.names import GATE_COUNT, GATE_OPENED, START, YIELDED
-from atoll.backends.kubernetes.read import GangView, is_unchanged, observe_gang
+from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.read import GangView, is_unchanged
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.clock import Now
 from atoll.core.phase import Phase
@@ -27,6 +28,7 @@ from tests.unit.backends.kubernetes.kube import (
     Resources,
     ended,
     job,
+    observe_gang,
     only,
     pod,
     running,
@@ -68,7 +70,7 @@ def observation(gang: Json, *pods: Json, **spec: Any) -> GangView:
 
 
 def ranks(found: GangView) -> list[int]:
-    return [held.rank for held in found.gate.held]
+    return [to_start.rank for to_start in found.gate.to_start]
 
 
 def test_it_opens_when_all_ranks_have_reached_it() -> None:
@@ -313,9 +315,9 @@ def test_an_image_that_cannot_be_pulled_is_told_before_the_gate_too() -> None:
 
 def test_a_job_read_before_it_could_start_is_read_again() -> None:
     pods = [waiting(0), waiting(1), waiting(2)]
-    assert not is_unchanged(gated(started_at=None), pods)
-    assert is_unchanged(gated(), pods)
-    assert is_unchanged(job(), pods)
+    assert not is_unchanged(gated(started_at=None), map(Pod, pods))
+    assert is_unchanged(gated(), map(Pod, pods))
+    assert is_unchanged(job(), map(Pod, pods))
 
 
 def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service() -> None:
@@ -339,13 +341,13 @@ def test_the_grace_is_counted_from_when_the_job_could_start() -> None:
 
 
 def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
-    held = waiting(0, made_at=NOW - 700)
+    to_start = waiting(0, made_at=NOW - 700)
     refused = "exceeded quota: pods=1"
     assert [
-        p.rank for p in observe_gang(training(), gated(), [held], Options(), NOW, refused).half
+        p.rank for p in observe_gang(training(), gated(), [to_start], Options(), NOW, refused).half
     ] == [0]
     assert (
-        observe_gang(training(), gated(), [held], Options(), NOW).half == []
+        observe_gang(training(), gated(), [to_start], Options(), NOW).half == []
     )  # they are just being made
     early = waiting(0, made_at=NOW - 100)
     assert observe_gang(training(), gated(), [early], Options(), NOW, refused).half == []
@@ -360,7 +362,7 @@ def test_a_rank_let_through_and_stopped_before_its_kubelet_spoke_may_have_run() 
     assert view.observation.again_in_s is not None
     late = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 60)
     assert observation(opened(), late).observation.unsettled == 0
-    gone = observe_gang(training(), opened(), [], Options(), NOW, departed=Departed([silent]))
+    gone = observe_gang(training(), opened(), [], Options(), NOW, deleted=DeletedState([silent]))
     assert gone.observation.unsettled == 0  # nothing more will be heard of it
 
 

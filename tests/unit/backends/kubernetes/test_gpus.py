@@ -92,10 +92,10 @@ def test_several_gpus_are_alternatives() -> None:
 
 
 def test_the_table_is_under_the_callers_own_selector() -> None:
-    beside = pod_with(["A100"], node_selector={"pool": "a"})
-    assert beside["nodeSelector"] == {"pool": "a"}
-    assert fits(beside, {"pool": "a", INSTANCE: "p4d.24xlarge"})
-    assert not fits(beside, {"pool": "a", INSTANCE: "m5.large"})
+    companion = pod_with(["A100"], node_selector={"pool": "a"})
+    assert companion["nodeSelector"] == {"pool": "a"}
+    assert fits(companion, {"pool": "a", INSTANCE: "p4d.24xlarge"})
+    assert not fits(companion, {"pool": "a", INSTANCE: "m5.large"})
     chosen = pod_with(["A100"], node_selector={INSTANCE: "p9.new"})
     assert chosen["nodeSelector"] == {INSTANCE: "p9.new"}
     assert fits(chosen, {INSTANCE: "p9.new"})

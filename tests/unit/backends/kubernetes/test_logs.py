@@ -9,6 +9,7 @@ import pytest
 
 from atoll.backends.kubernetes import logs
 from atoll.backends.kubernetes.logs import LogSource, follow_logs, read_logs
+from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, NotFound, Permanent, Temporary
 from atoll.core.status import LogLine
 from tests.unit.backends.kubernetes.kube import Json, ended, pod, running, training
@@ -41,8 +42,8 @@ class Streams:
 
 
 def source_of(streams: Streams, *pods: Json) -> LogSource:
-    async def there() -> list[Json]:
-        return list(pods)
+    async def there() -> list[Pod]:
+        return [Pod(manifest) for manifest in pods]
 
     async def archived(rank: int) -> list[str]:
         return []
@@ -60,14 +61,15 @@ def test_a_followed_log_goes_on_where_it_broke_off(
     broken: AtollError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line once, however often the stream breaks, and whether it says so or just ends."""
-    monkeypatch.setattr(logs, "LOOK_S", 0.01)
+    monkeypatch.setattr(logs, "POLL_S", 0.01)
     whole = [(SECOND + n, f"line {n}") for n in range(6)]
     streams = Streams([*whole[:2], broken], [broken], whole[:4], whole)
     states = [running()]
 
     async def test() -> list[tuple[int, str]]:
-        async def there() -> list[Json]:
-            return [pod(0, states[0], phase="Running" if "running" in states[0] else "Succeeded")]
+        async def there() -> list[Pod]:
+            phase = "Running" if "running" in states[0] else "Succeeded"
+            return [Pod(pod(0, states[0], phase=phase))]
 
         source = source_of(streams)._replace(pods=there)
 

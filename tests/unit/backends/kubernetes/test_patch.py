@@ -42,9 +42,9 @@ def test_a_pod_tells_which_configmap_it_misses() -> None:
 def test_a_container_in_the_making_is_told_from_one_at_the_gate() -> None:
     creating = {"waiting": {"reason": "ContainerCreating"}}
     initializing = {"waiting": {"reason": "PodInitializing"}}
-    assert Pod(pod(0, creating, phase="Pending")).is_being_made
-    assert Pod(pod(0, initializing, phase="Pending", gate=initializing)).is_being_made
-    assert not Pod(pod(0, initializing, phase="Pending", gate=running())).is_being_made
-    assert not Pod(pod(0, creating, phase="Pending", node=None)).is_being_made
-    assert not Pod(pod(0, creating, phase="Pending", left_at=NOW)).is_being_made
-    assert not Pod(pod(0, running())).is_being_made
+    assert Pod(pod(0, creating, phase="Pending")).is_being_created
+    assert Pod(pod(0, initializing, phase="Pending", gate=initializing)).is_being_created
+    assert not Pod(pod(0, initializing, phase="Pending", gate=running())).is_being_created
+    assert not Pod(pod(0, creating, phase="Pending", node=None)).is_being_created
+    assert not Pod(pod(0, creating, phase="Pending", left_at=NOW)).is_being_created
+    assert not Pod(pod(0, running())).is_being_created

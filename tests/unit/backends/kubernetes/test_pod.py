@@ -279,9 +279,9 @@ def recorder(state: Json) -> Pod:
 def test_an_exit_without_the_record_that_was_asked_for_says_whose_word_it_is() -> None:
     exit = recorder(ended(3, message="last line")).exit(is_stopped=False, now=NOW)
     assert (exit.code, exit.reason, exit.log_tail) == (3, "Error", ["last line"])
-    assert (exit.is_backends_word, exit.message) == (True, "")
-    assert not recorder(ended(143)).exit(is_stopped=True, now=NOW).is_backends_word
-    assert not recorded(3, record(3)).is_backends_word
+    assert (exit.is_from_backend, exit.message) == (True, "")
+    assert not recorder(ended(143)).exit(is_stopped=True, now=NOW).is_from_backend
+    assert not recorded(3, record(3)).is_from_backend
 
 
 def test_an_image_without_sh_is_told_how_to_do_without() -> None:

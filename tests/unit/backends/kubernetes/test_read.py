@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.deleted_pods import Departed
+from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.names import SHRINKS
 from atoll.backends.kubernetes.patch import (
     render_released,
@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.patch import (
     render_yield,
 )
 from atoll.backends.kubernetes.pod import WAITING, Pod
-from atoll.backends.kubernetes.read import desired_of, finished, indexes, observe_gang
+from atoll.backends.kubernetes.read import desired_of, finished, indexes
 from atoll.core.clock import Now
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
@@ -34,13 +34,14 @@ from tests.unit.backends.kubernetes.kube import (
     job,
     known,
     observation,
+    observe_gang,
     only,
     pod,
     running,
     training,
 )
 
-HOLDING = Options(is_exit_held=True)
+HOLDING = Options(has_exit_finalizer=True)
 
 
 def test_an_exit_has_its_times_and_the_last_lines() -> None:
@@ -145,8 +146,8 @@ def test_the_successor_is_told_once_the_exit_is_stored() -> None:
 
 
 def test_a_held_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
-    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20, is_held=True)
-    view = observation(gone, is_exit_held=True)
+    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20, has_finalizer=True)
+    view = observation(gone, has_exit_finalizer=True)
     assert [p.rank for p in view.may_go] == [0]
     assert only(view).exit is not None
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
@@ -156,7 +157,7 @@ def test_a_held_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
 
 
 def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
-    over = pod(0, ended(0, "Completed"), phase="Succeeded", is_held=True)
+    over = pod(0, ended(0, "Completed"), phase="Succeeded", has_finalizer=True)
     stored = known(0, attempt=int(MADE), exit=Exit(code=0, at=NOW, reason="Completed"))
     found = observe_gang(training(status=Status(ranks=[stored])), job(), [over], HOLDING, NOW)
     assert found.may_go == []
@@ -171,8 +172,8 @@ def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
 
 
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
-    early = pod(0, None, phase="Pending", left_at=NOW - 20, node=None, is_held=True)
-    found = observation(early, is_exit_held=True)
+    early = pod(0, None, phase="Pending", left_at=NOW - 20, node=None, has_finalizer=True)
+    found = observation(early, has_exit_finalizer=True)
     assert not any(r.pod_name for r in found.observation.ranks)
     assert [p.rank for p in found.may_go] == [0]
 
@@ -316,23 +317,23 @@ def lives(rank: int, codes: list[int], is_running: bool, leaving: list[bool]) ->
     """The pods of one rank, one after another; the last one may still run."""
     made = []
     for at, code in enumerate(codes):
-        born = MADE + at * 20
-        ending = ended(code, at=born + 10)
+        start_ticks = MADE + at * 20
+        ending = ended(code, at=start_ticks + 10)
         phase = "Failed" if code else "Succeeded"
-        left = born + 8 if leaving[at % len(leaving)] else None
+        left = start_ticks + 8 if leaving[at % len(leaving)] else None
         made.append(
             pod(
                 *(rank, ending),
                 phase=phase,
                 restarts=at,
-                made_at=born,
+                made_at=start_ticks,
                 left_at=left,
-                is_held=True,
+                has_finalizer=True,
             )
         )
     if is_running:
-        born = MADE + len(codes) * 20
-        made.append(pod(rank, running(born + 1), restarts=len(codes), made_at=born))
+        start_ticks = MADE + len(codes) * 20
+        made.append(pod(rank, running(start_ticks + 1), restarts=len(codes), made_at=start_ticks))
     return made
 
 
@@ -390,7 +391,7 @@ def test_a_pod_that_is_gone_is_told_of_before_its_successor() -> None:
     successor = pod(0, running(NOW - 20), restarts=1, made_at=NOW - 25)
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
     for _ in range(3):
-        view = observe_gang(given, job(), [successor], Options(), NOW, departed=Departed([gone]))
+        view = observe_gang(given, job(), [successor], Options(), NOW, deleted=DeletedState([gone]))
         assert view.may_go == view.leaving == []
         given = replace(given, status=plan(given, view.observation, Now.at(NOW)).status)
     rank = given.status.ranks[0]
@@ -425,8 +426,8 @@ def test_an_exit_that_nobody_knows_is_unknown_and_never_zero(
 ) -> None:
     gang = job(annotations={SHRINKS: shrinks}) | {"status": status}
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
-    departed = Departed([], frozenset({name_of(pod(0))}))
-    view = observe_gang(given, gang, [], Options(), NOW, departed=departed)
+    deleted = DeletedState([], frozenset({name_of(pod(0))}))
+    view = observe_gang(given, gang, [], Options(), NOW, deleted=deleted)
     (told,) = [r for r in view.observation.ranks if r.rank == 0]
     assert told.exit is not None
     assert (told.exit.code, told.exit.reason) == (code, reason)
@@ -438,8 +439,8 @@ def test_a_successor_has_not_exited_because_its_index_is_complete() -> None:
     gang = job() | {"status": {"completedIndexes": "0"}}
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
     successor = pod(0, ended(0, "Completed"), phase="Succeeded", restarts=1, made_at=NOW - 25)
-    departed = Departed([], frozenset({name_of(pod(0))}))
-    view = observe_gang(given, gang, [successor], Options(), NOW, departed=departed)
+    deleted = DeletedState([], frozenset({name_of(pod(0))}))
+    view = observe_gang(given, gang, [successor], Options(), NOW, deleted=deleted)
     told = view.observation.ranks[0].exit
     assert told is not None
     assert (told.code, view.has_more) == (None, True)
@@ -528,9 +529,9 @@ def test_an_attempt_that_nobody_saw_counts_also_while_an_earlier_pod_is_there() 
 
 def test_a_rank_whose_end_is_being_read_stays_as_it_was() -> None:
     given = training(status=Status(ranks=[alive(0)]))
-    departed = Departed(sought=frozenset({alive(0).pod_name}), sought_ranks=frozenset({1}))
+    deleted = DeletedState(searching=frozenset({alive(0).pod_name}), searching_ranks=frozenset({1}))
     gang = counted({"failedIndexes": "1"})
-    told = observe_gang(given, gang, [], Options(), NOW, departed=departed).observation
+    told = observe_gang(given, gang, [], Options(), NOW, deleted=deleted).observation
     assert [(r.rank, r.state) for r in told.ranks] == [
         (0, "running"),
         (1, "waiting"),
@@ -543,7 +544,7 @@ def test_a_quota_is_told_by_the_ranks_that_wait_for_it_and_by_no_others() -> Non
     given = training()
     stuck = pod(1, {"waiting": {"reason": "ContainerCreating"}}, phase="Pending")
     quota = "exceeded quota: few"
-    view = observe_gang(given, job(), [pod(0, running()), stuck], Options(), NOW, trouble=quota)
+    view = observe_gang(given, job(), [pod(0, running()), stuck], Options(), NOW, pod_error=quota)
     ranks = plan(given, view.observation, Now.at(NOW)).status.ranks
     assert quota in ranks[2].message
     assert [quota in rank.message for rank in ranks] == [False, False, True]

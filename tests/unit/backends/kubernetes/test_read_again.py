@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.backends.kubernetes import read
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import RestoreObjects
-from atoll.backends.kubernetes.names import SHRINKS
-from atoll.backends.kubernetes.pod import CLOCK_SKEW_S
+from atoll.backends.kubernetes.names import SHRINKS, UID
+from atoll.backends.kubernetes.pod import CLOCK_SKEW_S, Pod
 from atoll.backends.kubernetes.read import LEAVING_EVERY_S, LOST_EVERY_S, WAITING_EVERY_S
 from atoll.backends.kubernetes.render import gang_name
+from atoll.core.status import Status
 from tests.unit.backends.kubernetes.kube import (
+    MADE,
     NOW,
     TAINTED,
     Json,
@@ -17,6 +25,7 @@ from tests.unit.backends.kubernetes.kube import (
     Source,
     ended,
     job,
+    known,
     observation,
     observe_gang,
     only,
@@ -50,9 +59,9 @@ def test_a_gang_of_which_ranks_wait_is_looked_at_again_for_its_timeouts(
 
 
 def test_a_pod_that_leaves_is_looked_at_again_and_one_that_is_lost_sooner() -> None:
-    leaving = pod(2, running(), left_at=NOW - 1, is_held=True)
+    leaving = pod(2, running(), left_at=NOW - 1, has_finalizer=True)
     assert observation(*everybody_runs()[:2], leaving).observation.again_in_s == LEAVING_EVERY_S
-    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, is_held=True)
+    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, has_finalizer=True)
     assert observation(*everybody_runs()[:2], lost).observation.again_in_s == LOST_EVERY_S
 
 
@@ -114,3 +123,67 @@ def test_a_rank_below_the_size_that_somebody_deletes_is_not_excused_by_a_shrink(
     rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason) == (False, "Deleted")
+
+
+@given(st.data())
+def test_a_steady_pod_is_reported_as_any_other_is(data: st.DataObject) -> None:
+    """The short way for pods that just run reports what the long way reports."""
+    flags = st.booleans()
+    manifests = [
+        pod(
+            rank,
+            running() if data.draw(flags) else ended(1),
+            left_at=NOW - 1 if data.draw(flags) else None,
+            has_finalizer=data.draw(flags),
+            restarts=data.draw(st.integers(0, 2)),
+            conditions={"Ready": {"status": data.draw(st.sampled_from(["True", "False"]))}},
+            gate={"terminated": {"exitCode": 0}} if data.draw(flags) else None,
+        )
+        for rank in data.draw(st.lists(st.integers(0, 4), max_size=6))
+    ]
+    for manifest in manifests:
+        manifest["status"]["hostIP"] = data.draw(st.sampled_from(["10.0.0.1", "10.0.0.2"]))
+    subject = training(status=Status(ranks=[known(0, attempt=int(MADE), pod_name="x")]))
+    gang, silent = job(data.draw(st.integers(0, 5))), {"10.0.0.2"}
+    short, long = ([Pod(manifest) for manifest in manifests] for _ in range(2))
+    for each in long:
+        each.is_steady = False
+    for _ in range(2):  # the second time from what the first has kept
+        views = [
+            read.observe_gang(subject, gang, pods, Options(), NOW, silent=silent)
+            for pods in (short, long)
+        ]
+        assert views[0].observation.ranks == views[1].observation.ranks
+        assert views[0].observation.again_in_s == views[1].observation.again_in_s
+        names = [[p.name for p in view.leaving + view.lost + view.may_go] for view in views]
+        assert names[0] == names[1]
+
+
+def test_a_pod_is_parsed_once_however_often_it_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    parse = Pod.__init__
+
+    def count(self: Pod, manifest: Json) -> None:
+        parsed.append(manifest)
+        parse(self, manifest)
+
+    monkeypatch.setattr(Pod, "__init__", count)
+
+    async def work() -> None:
+        backend = KubernetesBackend(cluster=object(), kubelet_port=None)  # type: ignore[arg-type]
+        backend._clock = lambda: NOW
+        for mirror in (backend._jobs, backend._pods):
+            mirror.is_live = True
+        gang = job()
+        gang["metadata"] |= {"labels": {UID: training().uid}, "name": gang_name(training())}
+        backend._jobs.put(gang)
+        for rank in range(3):
+            manifest = pod(rank, running())
+            manifest["metadata"]["labels"] = {UID: training().uid}
+            backend._pods.put(manifest)
+        for _ in range(5):
+            observation = await backend.observe(training())
+            assert [r.state for r in observation.ranks] == ["running"] * 3
+
+    asyncio.run(work())
+    assert len(parsed) == 3

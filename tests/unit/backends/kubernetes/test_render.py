@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, Options]] = {
             service_account="trainer",
             node_selector={"pool": "gpu"},
             is_controlled=True,
-            is_exit_held=True,
+            has_exit_finalizer=True,
             is_start_gated=True,
         ),
     ),
@@ -325,7 +325,7 @@ REACHES: dict[str, tuple[Any, str]] = {
     "agent_image": ("atoll:1", "spec.template.spec.initContainers.0.image=atoll:1"),
     "master_port": (1234, "MASTER_PORT=1234"),
     "lost_node_s": (7, "spec.template.spec.tolerations.1.tolerationSeconds=7"),
-    "is_exit_held": (True, "spec.template.metadata.finalizers.0=atoll.dev/exit"),
+    "has_exit_finalizer": (True, "spec.template.metadata.finalizers.0=atoll.dev/exit"),
     "is_start_gated": (True, "spec.template.spec.initContainers.0.name=start-gate"),
     "is_exit_recorded": (True, "spec.template.spec.volumes.0.name=atoll-report"),
 }
@@ -380,8 +380,8 @@ def test_every_option_reaches_the_job(option: str) -> None:
 
 def test_the_namespace_option_decides_where_the_job_is_made() -> None:
     executor = KubernetesBackend(cluster=object(), namespace="jobs")
-    assert executor._place(training())[0] == "jobs"
-    assert KubernetesBackend(cluster=object())._place(training())[0] == "team-a"
+    assert executor._object_key(training())[0] == "jobs"
+    assert KubernetesBackend(cluster=object())._object_key(training())[0] == "team-a"
 
 
 def test_a_rank_that_reports_by_http_has_a_token_of_its_training_alone() -> None:
@@ -458,7 +458,7 @@ def test_bad_options_are_refused_by_name(field: str, options: Json) -> None:
 def test_a_launch_that_clashes_is_a_value_error() -> None:
     executor = KubernetesExecutor(image="train:1", runtime_class_name="kata")
     with pytest.raises(ValueError, match="runtime_class_name"):
-        executor.check_launch(training(resources=Resources(gpu_count=1)).spec)
+        executor._check_launch(training(resources=Resources(gpu_count=1)).spec)
 
 
 def test_a_runtime_class_with_a_gpu_may_be_insisted_on() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.backends.kubernetes.resource import (
-    EVENTS_KEPT,
+    MAX_EVENTS,
     status_body,
     to_event,
     to_resource,
@@ -144,12 +144,12 @@ def test_events_keep_their_order_and_repeats_are_counted(reasons: list[str]) -> 
         status["events"] = with_events(status, [event])
     kept = status.get("events") or []
     assert isinstance(kept, list)
-    assert len(kept) <= EVENTS_KEPT
+    assert len(kept) <= MAX_EVENTS
     runs = [r for n, r in enumerate(reasons) if n == 0 or reasons[n - 1] != r]
-    assert [e["reason"] for e in kept] == runs[-EVENTS_KEPT:]
+    assert [e["reason"] for e in kept] == runs[-MAX_EVENTS:]
     ids = [e["id"] for e in kept]
     assert ids == sorted(set(ids))
-    if len(runs) <= EVENTS_KEPT:
+    if len(runs) <= MAX_EVENTS:
         assert sum(e.get("count", 1) for e in kept) == len(reasons)
 
 

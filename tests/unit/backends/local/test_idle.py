@@ -35,7 +35,7 @@ def test_a_line_a_report_and_cpu_are_moves(tmp_path: Path, cpu: Cpu) -> None:
     log = LogWriter(tmp_path / "logs" / "3")
 
     def quiet(now: float) -> float:
-        return still.quiet_s("u", tmp_path, [RANK], now)[3]
+        return still.idle_s("u", tmp_path, [RANK], now)[3]
 
     assert quiet(100.0) == 0.0
     assert quiet(130.0) == 30.0
@@ -61,9 +61,9 @@ def test_a_line_a_report_and_cpu_are_moves(tmp_path: Path, cpu: Cpu) -> None:
 
 def test_a_rank_that_is_started_again_has_just_moved(tmp_path: Path, cpu: Cpu) -> None:
     still = Stillness()
-    still.quiet_s("u", tmp_path, [RANK], 0.0)
-    assert still.quiet_s("u", tmp_path, [RANK], 9.0) == {3: 9.0}
-    assert still.quiet_s("u", tmp_path, [RANK._replace(attempt=2)], 10.0) == {3: 0.0}
-    assert still.quiet_s("u", tmp_path, [RANK._replace(exit={})], 11.0) == {}
+    still.idle_s("u", tmp_path, [RANK], 0.0)
+    assert still.idle_s("u", tmp_path, [RANK], 9.0) == {3: 9.0}
+    assert still.idle_s("u", tmp_path, [RANK._replace(attempt=2)], 10.0) == {3: 0.0}
+    assert still.idle_s("u", tmp_path, [RANK._replace(exit={})], 11.0) == {}
     still.forget("u")
-    assert still.quiet_s("u", tmp_path, [RANK], 12.0) == {3: 0.0}
+    assert still.idle_s("u", tmp_path, [RANK], 12.0) == {3: 0.0}

@@ -38,10 +38,10 @@ def write(jobs: TrainingJobs, job: str, lines: list[tuple[int, str]]) -> None:
 
 
 async def read(
-    logs: RankLogs, places: Mapping[int, int] | None = None, **more: Any
+    logs: RankLogs, offsets: Mapping[int, int] | None = None, **more: Any
 ) -> list[LogLine]:
     options = {"ranks": None, "follow": None} | more
-    return [line async for line in logs.lines(places or {}, **options)]
+    return [line async for line in logs.lines(offsets or {}, **options)]
 
 
 def test_lines_of_all_attempts_in_order_and_from_a_place_on(jobs: TrainingJobs) -> None:
@@ -58,8 +58,8 @@ def test_lines_of_all_attempts_in_order_and_from_a_place_on(jobs: TrainingJobs) 
             rest = await read(logs, {0: line.at})  # type: ignore[attr-defined]
             assert "".join(each.text for each in rest) == "abcd"[at + 1 :]
         for tail in range(6):
-            places = await logs.places(tail, None)
-            texts = [line.text for line in await read(logs, places)]
+            offsets = await logs.offsets(tail, None)
+            texts = [line.text for line in await read(logs, offsets)]
             assert "".join(texts) == "abcd"[max(4 - tail, 0) :]
         assert await read(logs, ranks=[1]) == []
 

@@ -16,12 +16,12 @@ from atoll.diloco.allreduce.exchange import Exchange, MeanLocation
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.allreduce.pace import History
-from atoll.diloco.blobs import BlobReader, Blobs
+from atoll.objectstore import ObjectStore, RangeReader
 
 SIZE = 3
 
 
-class SlowBlobs(Blobs):
+class SlowStore(ObjectStore):
     """The answer for `slow` has begun, and goes on when `may_go`, or after a while.
 
     A read of `refused` fails.
@@ -35,19 +35,19 @@ class SlowBlobs(Blobs):
         self.is_stalled = threading.Event()
         self.is_over = threading.Event()
 
-    def reader(self, key: str, start: int = 0, end: int | None = None) -> BlobReader:
+    def reader(self, key: str, start: int = 0, end: int | None = None) -> RangeReader:
         if key == self.refused:
             self.is_stalled.wait(60)
             raise Permanent("refused")
         return SlowReader(self, key, start, end) if key == self.slow else super().reader(key)
 
 
-class SlowReader(BlobReader):
+class SlowReader(RangeReader):
     fills = 0
 
     def fill(self, target: memoryview) -> int:
-        blobs = self._blobs
-        assert isinstance(blobs, SlowBlobs)
+        blobs = self._store
+        assert isinstance(blobs, SlowStore)
         self.fills += 1
         if self.fills == 2:  # the head is read, the cells are not
             blobs.is_stalled.set()
@@ -56,7 +56,7 @@ class SlowReader(BlobReader):
 
     def close(self) -> None:
         super().close()
-        self._blobs.is_over.set()  # type: ignore[attr-defined]
+        self._store.is_over.set()  # type: ignore[attr-defined]
 
 
 def write_manifest(replica: ObjectStoreAllReduce, layout: Layout, attempt: int) -> Manifest:
@@ -83,7 +83,7 @@ def write_note(replica: ObjectStoreAllReduce, manifest: Manifest, shard: int) ->
 
 
 def test_a_slow_read_of_an_attempt_that_was_given_up_does_not_spoil_the_next() -> None:
-    blobs = SlowBlobs(MemoryStore())
+    blobs = SlowStore(MemoryStore())
     with ObjectStoreAllReduce(blobs, 0, SIZE) as replica:
         layout = replica.describe([np.zeros(SIZE, np.float32)])
         first, second = (write_manifest(replica, layout, attempt) for attempt in range(2))
@@ -102,7 +102,7 @@ def test_a_slow_read_of_an_attempt_that_was_given_up_does_not_spoil_the_next() -
 
 
 def test_memory_is_the_callers_again_once_a_read_has_failed() -> None:
-    blobs = SlowBlobs(MemoryStore())
+    blobs = SlowStore(MemoryStore())
     with ObjectStoreAllReduce(blobs, 0, SIZE) as replica:
         layout = replica.describe([np.zeros(SIZE, np.float32)])
         manifest = write_manifest(replica, layout, 0)

@@ -17,7 +17,7 @@ from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.pace import FIRST_OWNER_GRACE_S, MIN_GRACE_S, History, poll_pause
 from atoll.diloco.allreduce.settle import Decider, Decision, Me
 from atoll.diloco.allreduce.start import Start
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 
 def test_a_newcomer_waits_for_an_owner_as_long_as_the_others_do() -> None:
@@ -67,7 +67,7 @@ def test_a_rank_whose_upload_took_long_looks_for_the_roster_sooner(
 ) -> None:
     """Uploads over one link are there at about the same time, whoever's took longest."""
     history, pauses = History(), list[float]()
-    blobs, keys = Blobs(MemoryStore(), "memory"), Keys("run")
+    blobs, keys = ObjectStore(MemoryStore(), "memory"), Keys("run")
     layout = describe([np.ones(4)], shards=2, codec="fp32", down_codec="fp32", name="")
     decider = Decider(
         blobs, keys, Me(1, 2, 1, "me", 600.0), history, ThreadPoolExecutor(1), Start(1)

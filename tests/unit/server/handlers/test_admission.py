@@ -13,8 +13,7 @@ from atoll.core.phase import Phase
 from atoll.core.ports import Executor, Snapshot
 from atoll.core.spec import Code, RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
-from atoll.server.handlers.admission import admitted, check_run
-from atoll.server.handlers.executors import Setup
+from atoll.server.handlers.admission import Setup, admit, check_run
 
 
 def test_somebody_elses_code_cannot_be_had_by_its_digest() -> None:
@@ -24,7 +23,7 @@ def test_somebody_elses_code_cannot_be_had_by_its_digest() -> None:
     )
     plane: Any = None
     with pytest.raises(ValidationError, match="expected the archive itself"):
-        admitted(spec, plane, "default")
+        admit(spec, plane, "default")
 
 
 def one(name: str, **more: Any) -> TrainingSpec:
@@ -67,7 +66,7 @@ def test_a_rank_that_stands_still_is_started_again_where_the_executor_can() -> N
     plane: Any = SimpleNamespace(executors={"local": Executor()}, setup=Setup())
     spec = one("a", stall_s=5.0, stall_restart=True, max_restarts=1)
     with pytest.raises(ValidationError, match="stall_restart.*starts no rank again"):
-        admitted(spec, plane, "default")
-    assert admitted(one("a", stall_s=5.0), plane, "default").stall_s == 5.0, "it may be told of"
+        admit(spec, plane, "default")
+    assert admit(one("a", stall_s=5.0), plane, "default").stall_s == 5.0, "it may be told of"
     plane.executors["local"] = Restarting()
-    assert admitted(spec, plane, "default").stall_restart
+    assert admit(spec, plane, "default").stall_restart

@@ -14,24 +14,24 @@ from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.metrics.collect import Collector
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server.handlers.metrics import MetricsQuery, metrics
 from atoll.store.memory import MemoryStore
 
 
 def test_what_nobody_has_read_yet_is_read_for_who_asks(tmp_path: Path) -> None:
-    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
     lines = [batch_of(Teller(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0) for n in range(1, 41)]
     (folder / "0.1.0.a.000000").write_bytes(b"".join(lines))
-    Collector(keeper, lambda _: folder.as_uri())  # it is between two of its looks
+    Collector(metric_store, lambda _: folder.as_uri())  # it is between two of its looks
     spec = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))
     over = Training(namespace="n", uid="u", spec=spec, status=Status(phase=Phase.SUCCEEDED))
 
     async def ask() -> Any:
         store = MemoryStore()
         stored = await store.create(over)
-        plane = SimpleNamespace(store=store, series=keeper)
+        plane = SimpleNamespace(store=store, metrics=metric_store)
         call = SimpleNamespace(query=MetricsQuery(), key=stored.key, name="t", plane=plane)
         return msgspec.json.decode((await metrics(call)).body)  # type: ignore[arg-type]
 

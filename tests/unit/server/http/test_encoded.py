@@ -44,7 +44,7 @@ def test_the_present_state_is_encoded_once_for_all_who_begin_to_watch() -> None:
 
 
 def test_what_is_kept_is_bounded_in_bytes() -> None:
-    encoded = EncodedChanges(kept_bytes=10_000)
+    encoded = EncodedChanges(max_bytes=10_000)
     for version in range(100):
         encoded.of(change(version))
     assert sum(map(len, encoded._by_version.values())) == encoded._bytes <= 10_000

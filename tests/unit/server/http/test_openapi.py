@@ -53,8 +53,8 @@ def is_documented(body: dict[str, Any]) -> bool:
     return jsonschema_rs.is_valid(SPEC, body)
 
 
-def around(low: float, high: float, *, is_whole: bool) -> Iterator[float]:
-    if is_whole:
+def around(low: float, high: float, *, is_integer: bool) -> Iterator[float]:
+    if is_integer:
         yield from (low - 1, low, high, high + 1)
     else:
         yield from (math.nextafter(low, -1.0), low, high, math.nextafter(high, math.inf))
@@ -63,7 +63,7 @@ def around(low: float, high: float, *, is_whole: bool) -> Iterator[float]:
 @pytest.mark.parametrize("field", sorted(option_bounds()))
 def test_the_bounds_of_numbers_in_a_spec(field: str) -> None:
     bounds = option_bounds()[field]
-    for value in around(bounds.low, bounds.high, is_whole=bounds.is_whole):
+    for value in around(bounds.low, bounds.high, is_integer=bounds.is_integer):
         is_within = bounds.low <= value <= bounds.high
         body = changed(ON_WIRE[field], value)
         assert is_documented(body) == is_within, (field, value)
@@ -141,7 +141,7 @@ def test_the_bounds_of_options(row: Operation, parameter: dict[str, Any]) -> Non
     values: list[Any] = ["a", "A", "", "a" * 64, "a" * 201, "1:2", "1:2,", "ready", "x y"]
     if "minimum" in rule:
         whole = rule["type"] == "integer"
-        values = list(around(rule["minimum"], rule["maximum"], is_whole=whole))
+        values = list(around(rule["minimum"], rule["maximum"], is_integer=whole))
     elif rule.get("type") == "boolean":
         values = [True, False]
     for value in values:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 import atoll
-from atoll.cli.options import SET, Launch, launches
+from atoll.cli.run import SPEC_OPTIONS, read_launch, run_parameters
 from atoll.core.spec import (
     BenchSpec,
     Code,
@@ -61,7 +61,8 @@ PYTHON_ONLY = {"provider_filter", "topology_spread", "nccl_env"}
 
 def test_every_field_of_a_spec_is_tried() -> None:
     assert {*CHANGES, *APART} == {*TrainingSpec.__struct_fields__}
-    assert {row.option: row.flags[0] for row in SET}.items() <= FLAGS.items()
+    rows = [row for heading in SPEC_OPTIONS.values() for row in heading]
+    assert {row.option: row.flags[0] for row in rows}.items() <= FLAGS.items()
 
 
 def changed(*fields: str) -> TrainingSpec:
@@ -88,9 +89,11 @@ def pasted_python(text: str) -> TrainingSpec:
 def pasted_shell(text: str, monkeypatch: pytest.MonkeyPatch) -> TrainingSpec:
     made: list[TrainingSpec] = []
 
-    @click.command(context_settings={"allow_interspersed_args": False})
-    @launches
-    def run(launch: Launch) -> None:
+    @click.command(params=run_parameters(), context_settings={"allow_interspersed_args": False})
+    def run(command: tuple[str, ...], **values: Any) -> None:
+        for name in ("is_detached", "timeout", "is_removed", "is_dry", "is_json"):
+            del values[name]
+        launch = read_launch(command, **values)
         options = {name: value for name, value in launch.options.items() if name != "code"}
         made.append(spec_of(launch.name, options))  # type: ignore[arg-type]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.core.rounds import KeptRound, OpenRound, RoundFacts, items_of, summary_of
-from atoll.server.ui.grid import MOST_ROWS, grid_of
+from atoll.core.rounds import OpenRound, RoundFacts, StoredRound, items_of, summary_of
+from atoll.server.ui.grid import MAX_ROWS, grid_of
 
 
-def kept(number: int, members: list[int], **more: Any) -> KeptRound:
+def kept(number: int, members: list[int], **more: Any) -> StoredRound:
     weights = [1.0] * len(members)
     facts = RoundFacts(run="r", round=number, members=members, weights=weights, **more)
-    return KeptRound(seen=facts)
+    return StoredRound(observed=facts)
 
 
 def test_each_cell_has_the_letter_of_its_rank_in_its_round() -> None:
@@ -32,7 +32,7 @@ def test_many_rounds_and_ranks_become_bins_that_show_the_worst() -> None:
     rounds[500] = kept(500, [r for r in everyone if r != 777], missing=[777])
     grid = grid_of(items_of(rounds), None, "", 100)
     assert len(grid.columns) == 100
-    assert len(grid.rows) <= MOST_ROWS
+    assert len(grid.rows) <= MAX_ROWS
     bad = [
         (row, at) for row, text in enumerate(grid.cells) for at, x in enumerate(text) if x == "m"
     ]

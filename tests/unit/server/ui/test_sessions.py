@@ -8,7 +8,7 @@ import pytest
 
 from atoll.core.errors import Denied
 from atoll.server.ui import sessions
-from atoll.server.ui.sessions import CODE_S, IDLE_S, LONGEST_S, Sessions
+from atoll.server.ui.sessions import CODE_S, IDLE_S, MAX_S, Sessions
 
 
 class Clock:
@@ -64,7 +64,7 @@ def test_a_session_ends_when_it_is_idle_and_after_a_week_in_any_case(clock: Cloc
     clock.now += IDLE_S
     assert book.find(cookie) is None
     used = book.begin("team", "hash")
-    for _ in range(int(LONGEST_S / (IDLE_S / 2)) - 1):
+    for _ in range(int(MAX_S / (IDLE_S / 2)) - 1):
         clock.now += IDLE_S / 2
         assert book.find(used) is not None
     clock.now += IDLE_S / 2
@@ -85,7 +85,7 @@ def test_revoking_ends_the_sessions_of_one_namespace_only(clock: Clock) -> None:
 
 
 def test_codes_and_sessions_are_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST", 3)
+    monkeypatch.setattr(sessions, "MAX_ENTRIES", 3)
     book = Sessions("plane", now=clock)
     codes = [book.new_code("team", "a") for _ in range(5)]
     for code in codes[:2]:

@@ -6,14 +6,14 @@ import pytest
 
 from atoll.core.errors import ValidationError
 from atoll.metrics.series import Series, point_of
-from atoll.metrics.store import OneSeries
-from atoll.server.ui.views import MOST_RANKS, furthest, parse_ranks
+from atoll.metrics.store import LabeledSeries
+from atoll.server.ui.views import MAX_RANKS, furthest, parse_ranks
 
 
-def one(rank: int, value: object) -> OneSeries:
+def one(rank: int, value: object) -> LabeledSeries:
     series = Series()
     series.add(point_of([1.0, None, value]), 1, 10)
-    return OneSeries(rank, 0, "loss", series)
+    return LabeledSeries(rank, 0, "loss", series)
 
 
 def test_ranks_are_named_by_ranges() -> None:
@@ -25,7 +25,7 @@ def test_ranks_are_named_by_ranges() -> None:
 def test_what_is_no_range_or_too_many_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         parse_ranks(text)
-    assert len(parse_ranks(f"0-{MOST_RANKS - 1}")) == MOST_RANKS
+    assert len(parse_ranks(f"0-{MAX_RANKS - 1}")) == MAX_RANKS
 
 
 def test_the_ranks_furthest_from_the_mean_and_none_if_all_are_alike() -> None:

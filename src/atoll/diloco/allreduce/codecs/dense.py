@@ -127,7 +127,7 @@ class Int8:
 
 
 UNIFORM_BLOCK = 512
-_MOST = 127
+_MAX_VALUE = 127
 
 
 class Uniform:
@@ -160,7 +160,7 @@ class Uniform:
             # Divided, not multiplied by the inverse: the inverse of a small step overflows.
             np.divide(part, np.where(step > 0, step, np.float32(np.inf))[:, None], out=code)
             np.rint(code, out=code)
-            np.clip(code, -_MOST, _MOST, out=code)
+            np.clip(code, -_MAX_VALUE, _MAX_VALUE, out=code)
             codes[start : start + SLICE] = code.reshape(-1)[: row.size - start]
         halves = scales.astype("<u2").view(np.uint8).reshape(-1, 2)
         parts = [squeeze(halves[:, 0]), squeeze(halves[:, 1]), squeeze(codes.view(np.uint8))]

@@ -141,7 +141,7 @@ export class Logs {
             isCut = true;
             continue;
           }
-          if (line.places) continue;
+          if (line.offsets) continue;
           pending.push(line);
           if (pending.length > MAX_LINES) pending.splice(0, pending.length - MAX_LINES);
           timer ??= setTimeout(flush, 100);

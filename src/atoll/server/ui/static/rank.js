@@ -138,8 +138,8 @@ export class RankPanel {
     const own = metrics.filter((each) => each.ranks[this.rank] !== undefined);
     const cli = [
       `atoll logs ${this.name} --rank ${this.rank}`,
-      `atoll attempts ${this.name} --rank ${this.rank}`,
-      `atoll series ${this.name} --rank ${this.rank} --csv`,
+      `atoll status ${this.name} --attempts --rank ${this.rank}`,
+      `atoll metrics ${this.name} --rank ${this.rank} --csv`,
     ].join("\n");
     put(
       this.body,

@@ -640,8 +640,8 @@ export function showTraining(main, name, rank, go) {
       shell: [
         `atoll status ${name}`,
         `atoll logs ${name} --rank ${first} --tail 50`,
-        metric ? `atoll plot ${name} ${quoted(metric)}` : null,
-        `atoll series ${name} --csv`,
+        metric ? `atoll metrics ${name} ${quoted(metric)} --plot` : null,
+        `atoll metrics ${name} --csv`,
         `atoll events ${name}`,
         `atoll rerun ${name}`,
         page.shell || null,

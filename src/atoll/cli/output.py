@@ -1,0 +1,381 @@
+"""Output of commands: tables and sentences for people, JSON with stable keys for programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from atoll.cli.terminal import PHASE_COLOURS, Coloured, paint, wants_colour
+from atoll.core.describe import (
+    TAIL_LINES,
+    describe_attempt,
+    describe_end,
+    describe_others,
+    describe_ranks,
+)
+from atoll.core.escape import escape_control
+from atoll.core.executors import executor_problem
+from atoll.core.metrics import LatestMetric
+from atoll.core.phase import Phase
+from atoll.core.quantities import format_duration
+from atoll.core.rounds import TrainingWithRounds, describe_counts
+from atoll.core.status import AttemptStatus, BenchStatus, Event, RankExit, RankStatus, Training
+from atoll.core.warnings import CONDITION as WARNINGS
+from atoll.core.warnings import has_replica_per_rank
+
+_INTERNAL_FIELDS = (
+    "discardedAttempts",
+    "failing",
+    "failingMessage",
+    "desiredAt",
+    "isReleased",
+    "gateOpenedAt",
+)
+
+
+def print_json(value: Any) -> None:
+    """Print one line and flush it: a reader of a stream waits for it."""
+    print(msgspec.json.encode(full(value)).decode(), flush=True)
+
+
+def full(value: Any) -> Any:
+    """The value as on the wire, but with every key: unset fields are null."""
+    if isinstance(value, msgspec.Struct):
+        fields = msgspec.structs.fields(value)
+        return {f.encode_name: full(getattr(value, f.name)) for f in fields}
+    if isinstance(value, dict):
+        return {key: full(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [full(item) for item in value]
+    return value
+
+
+def training_json(training: Training) -> dict[str, Any]:
+    """One training as one flat object: identity, status, world and spec."""
+    spec, status = full(training.spec), full(training.status)
+    for name in _INTERNAL_FIELDS:
+        status.pop(name, None)
+    source = training.spec.source
+    spec["source"] = None if source is None else {"kind": source.kind, "filename": source.filename}
+    return {
+        "name": training.name,
+        "namespace": training.namespace,
+        "uid": training.uid,
+        "generation": training.generation,
+        "resourceVersion": training.resource_version,
+        "createdAt": training.created_at,
+        **status,
+        "world": world_json(training),
+        "rounds": full(getattr(training, "rounds", None)),
+        "spec": spec,
+    }
+
+
+def world_json(training: Training) -> dict[str, Any]:
+    """`ready` as observed, the rest from the spec: a scale shows at once."""
+    world: dict[str, Any] = full(training.world)
+    return world
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns are as wide as needed; colours do not count as width.
+
+    No cell can break it: control characters are shown as text.
+    """
+    lines = [[*header], *([*map(_safe, row)] for row in rows)]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell + " " * (width - _width(cell)) for cell, width in zip(line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _safe(cell: str) -> str:
+    return cell if isinstance(cell, Coloured) else escape_control(cell)
+
+
+def _width(cell: str) -> int:
+    return len(cell) if "\x1b" not in cell else len(cell.split("m", 1)[1].removesuffix("\x1b[0m"))
+
+
+def phase_cell(training: Training) -> str:
+    phase = training.status.phase.value or "new"
+    colour = PHASE_COLOURS.get(phase)
+    cell = paint(phase, colour, wants_colour(sys.stdout)) if colour else phase
+    if where := executor_problem(training):
+        cell = Coloured(f"{cell} (executor {where.removeprefix('Executor').lower()})")
+    return cell
+
+
+def ready_cell(training: Training) -> str:
+    return f"{training.status.world.ready}/{training.spec.world_size.target}"
+
+
+def ran_cell(training: Training, now: float) -> str:
+    seconds = training.status.ran_for(now)
+    return "-" if seconds is None else format_duration(seconds)
+
+
+def format_time(at: float) -> str:
+    """Local time; with the date when it is not today's."""
+    then = time.localtime(at)
+    today = time.localtime()[:3] == then[:3]
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S", then)
+
+
+def command_text(training: Training) -> str:
+    """The command of a training, on one line."""
+    import shlex
+
+    spec = training.spec
+    if spec.source is not None:
+        return escape_control(f"<{spec.source.kind} {spec.source.filename}>")
+    return escape_control(shlex.join([*(spec.command or ()), *spec.args]))
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def print_note(text: str) -> None:
+    """Print a message of atoll to stderr; the output of ranks goes to stdout."""
+    print(f"atoll: {escape_control(text)}", file=sys.stderr, flush=True)
+
+
+PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
+RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "MESSAGE")
+EXITS = ("RANK", "EXIT", "REASON", "RESTARTS", "COLLATERAL")
+ATTEMPTS = ("RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END")
+EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
+
+
+def ps_table(
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
+) -> str:
+    """With a column for the figure that they are sorted by, if there is one."""
+    names = {metric.name for metric in (newest_metrics or {}).values()}
+    if len(names) != 1 or newest_metrics is None:
+        return table(PS, _ps_rows(trainings))
+    header = [*PS[:-1], escape_control(names.pop()).upper(), PS[-1]]
+    rows = [
+        (*row[:-1], metric_cell(newest_metrics.get(training.uid)), row[-1])
+        for training, row in zip(trainings, _ps_rows(trainings), strict=True)
+    ]
+    return table(header, rows)
+
+
+def metric_cell(metric: LatestMetric | None) -> str:
+    return "-" if metric is None else f"{float(metric.value):.6g}"
+
+
+def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:
+    from shutil import get_terminal_size  # imported here: it loads slowly
+
+    now, width = time.time(), max(get_terminal_size((120, 24)).columns // 2, 30)
+    return [
+        (
+            t.name,
+            phase_cell(t),
+            ready_cell(t),
+            ran_cell(t, now),
+            format_duration(max(0.0, now - t.created_at)),
+            shorten(command_text(t), width),
+        )
+        for t in trainings
+    ]
+
+
+def _rounds(training: Training, now: float) -> list[str]:
+    """How far the outer rounds are, and since when nothing moved."""
+    summary = training.rounds if isinstance(training, TrainingWithRounds) else None
+    if summary is None:
+        return []
+    lines = [summary.words]
+    if summary.tokens:
+        lines.append(f"{summary.tokens:.6g} tokens seen")
+    if summary.moved_at is not None:
+        moved = format_duration(max(0.0, now - summary.moved_at))
+        lines.append(f"the last one at {format_time(summary.moved_at)}, {moved} ago")
+    if summary.source == "reports":
+        lines.append("as the replicas report")
+    return lines
+
+
+def status_text(training: Training) -> str:
+    status, size, now = training.status, training.spec.world_size, time.time()
+    lines = [
+        f"{training.name}  {phase_cell(training)}  {ready_cell(training)} ready",
+        f"  world     min {size.min}, target {size.target}, max {size.max}",
+        f"  command   {shorten(command_text(training), 200)}",
+        f"  created   {format_time(training.created_at)}, ran {ran_cell(training, now)}",
+    ]
+    if status.message and not status.phase.is_terminal:
+        lines.append(f"  now       {escape_control(status.message)}")
+    lines += [f"  rounds    {line}" for line in _rounds(training, now)]
+    for condition in status.conditions:
+        is_in_report = condition.type == WARNINGS and status.phase.is_terminal  # by the end report
+        if condition.status == "True" and condition.message and not is_in_report:
+            lines.append(f"  condition {condition.type}: {escape_control(condition.message)}")
+    if status.phase.is_terminal:
+        first, *details = end_report(training).split("\n")
+        lines += [f"  end       {first.removeprefix(training.name + ' ')}"]
+        lines += [f"          {line}" for line in details]
+        if status.rank_exits:
+            lines += ["", exits_table(training)]
+    elif status.ranks:
+        lines += ["", ranks_table(training, now)]
+    return "\n".join(lines)
+
+
+def ranks_table(training: Training, now: float) -> str:
+    rows = [
+        (str(r.rank), r.phase, r.node or "-", str(r.restarts), alive_for(r, now), r.message)
+        for r in training.status.ranks
+    ]
+    return table(RANKS, rows)
+
+
+def alive_for(rank: RankStatus, now: float) -> str:
+    if rank.started_at is None or not rank.is_alive:
+        return "-"
+    return format_duration(max(0.0, now - rank.started_at))
+
+
+def attempts_table(attempts: Sequence[AttemptStatus], now: float) -> str:
+    rows = [
+        (
+            str(one.rank),
+            str(one.attempt),
+            "-" if one.started_at is None else format_time(one.started_at),
+            _attempt_ran(one, now),
+            one.host or "-",
+            _attempt_end(one),
+        )
+        for one in attempts
+    ]
+    return table(ATTEMPTS, rows)
+
+
+def _attempt_ran(one: AttemptStatus, now: float) -> str:
+    if one.started_at is None:
+        return "-"
+    until = now if one.ended_at is None else one.ended_at
+    return format_duration(max(0.0, until - one.started_at))
+
+
+def _attempt_end(one: AttemptStatus) -> str:
+    if one.ended_at is None:
+        return "running" if one.started_at is not None else "-"
+    return describe_attempt(one)
+
+
+def exits_table(training: Training) -> str:
+    rows = [
+        (
+            str(ended.rank),
+            _exit_cell(ended),
+            ended.termination_reason,
+            str(ended.restart_count),
+            "yes" if ended.collateral else "-",
+        )
+        for ended in training.status.rank_exits
+    ]
+    return table(EXITS, rows)
+
+
+def _exit_cell(ended: RankExit) -> str:
+    code = "unknown" if ended.exit_code is None else str(ended.exit_code)
+    return f"{code} {ended.signal}" if ended.signal else code
+
+
+def bench_text(name: str, diagnostics: BenchStatus) -> str:
+    from atoll.bench.plot import plot_text
+
+    message, result = escape_control(diagnostics.message or diagnostics.phase), diagnostics.result
+    if result is None:
+        return f"{name}: no result: {message}"
+    rows = {
+        "bus bandwidth, p10": (result.busbw_gbps_p10, "Gbit/s"),
+        "bus bandwidth, p50": (result.busbw_gbps_p50, "Gbit/s"),
+        "bus bandwidth, p90": (result.busbw_gbps_p90, "Gbit/s"),
+        "algorithm bandwidth, p50": (result.algbw_gbps_p50, "Gbit/s"),
+        "latency at 1 MiB": (result.latency_us_at_1mib, "us"),
+    }
+    lines = [f"{name}: {message}"]
+    for label, (value, unit) in rows.items():
+        lines.append(f"  {label:<26}{'not measured' if value is None else f'{value:.3g} {unit}'}")
+    return "\n".join([*lines, plot_text(result.points).rstrip("\n")])
+
+
+def events_table(events: Sequence[Event]) -> str:
+    rows = [
+        (
+            format_time(event.at),
+            event.type,
+            event.reason,
+            event.message + (f" ({event.count} times)" if event.count > 1 else ""),
+        )
+        for event in events
+    ]
+    return table(EVENTS, rows)
+
+
+def world_text(training: Training) -> str:
+    """`ready 4/4 (min 2), 1 restart`."""
+    status, size = training.status, training.spec.world_size
+    is_stopping = bool(status.failing) or status.reason == "Cancelling"
+    phase = "stopping" if is_stopping else status.phase.value or "stored"
+    text = f"{phase} {status.world.ready}/{size.target}"
+    if size.min != size.target:
+        text += f" (min {size.min})"
+    restarts = sum(rank.restarts for rank in status.ranks)
+    lost = [r.rank for r in status.ranks if r.phase == "Failed"]
+    waits = [f"rank {r.rank} {r.message}" for r in status.ranks if r.phase == "Pending"]
+    if restarts:
+        text += f", {count_of(restarts, 'restart')}"
+    if lost:
+        text += f", lost: {describe_ranks(lost)}"
+    if executor_problem(training):
+        text += f", {escape_control(status.message)}"
+    elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
+        text += f", {escape_control(waits[0])}"
+    return text
+
+
+def participation_lines(training: Training) -> list[str]:
+    """In how many outer rounds each rank took part, if not all were in every one."""
+    summary = training.rounds if isinstance(training, TrainingWithRounds) else None
+    if summary is None or not has_replica_per_rank(training, len(summary.ranks)):
+        return []
+    counts = dict.fromkeys(range(training.spec.world_size.target), 0)
+    counts |= {each.rank: each.rounds for each in summary.ranks}
+    if set(counts.values()) == {summary.rounds}:
+        return []
+    return [f"rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
+
+
+def end_report(training: Training) -> str:
+    """How a training ended, and for a failure the other failed ranks and the last lines."""
+    cause = training.status.root_cause
+    lines = [describe_end(training)]
+    lines += [f"  warning: {escape_control(warning)}" for warning in training.status.warnings]
+    lines += [f"  {line}" for line in participation_lines(training)]
+    if training.status.phase is not Phase.FAILED or cause is None:
+        return "\n".join(lines)
+    lines += [f"  {line}" for line in describe_others(training.status)]
+    if cause.log_tail:
+        lines.append(f"  last lines of rank {cause.rank}:")
+        lines += [f"  | {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:]]
+    else:
+        lines.append(f"  rank {cause.rank} printed nothing")
+    return "\n".join(lines)

@@ -1,0 +1,545 @@
+"""`atoll run` and `atoll rerun`: start a training, and follow it or not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import click
+
+from atoll.cli.options import (
+    CONFIG,
+    Duration,
+    FloatField,
+    HeadedCommand,
+    HeadedOption,
+    IntField,
+    json_option,
+    name_argument,
+)
+from atoll.cli.programs import generate_name, misplaced, program, read_variables
+from atoll.core.errors import ValidationError
+from atoll.sdk.endpoint import is_local_executor
+
+if TYPE_CHECKING:
+    from atoll.core.spec import Code
+    from atoll.core.status import Training
+
+RUN_ID_VARIABLE = "ATOLL_RUN_ID"
+
+
+class Launch(NamedTuple):
+    """A training as the command line describes it."""
+
+    name: str
+    options: dict[str, Any]
+
+
+class SpecOption(NamedTuple):
+    """An option of `deploy_distributed` on the command line."""
+
+    flags: tuple[str, ...]
+    option: str
+    kind: Any  # int and float have the bounds of the field
+    help: str
+    default: str = ""  # as the help shows it; the value itself comes from the spec
+    variable: str | None = None
+
+
+# Below the headings of the help, in their order.
+SPEC_OPTIONS: dict[str, tuple[SpecOption, ...]] = {
+    "Time limits": (
+        SpecOption(
+            ("--deadline",),
+            "deadline_s",
+            Duration(),
+            "How long the training may run before it is stopped, such as 90s, 30m or 2h.",
+            "no limit",
+        ),
+        SpecOption(
+            ("--start-grace",),
+            "start_grace_s",
+            Duration(),
+            "How long to wait for all ranks before starting with fewer.",
+            "30s",
+        ),
+        SpecOption(
+            ("--stop-grace",),
+            "stop_grace_s",
+            Duration(),
+            "Time between asking a rank to stop and killing it.",
+            "10s",
+        ),
+        SpecOption(
+            ("--stall-timeout",),
+            "stall_s",
+            Duration(),
+            "Report a rank as stalled after this long without output, metrics or CPU use.",
+            "never",
+        ),
+        SpecOption(
+            ("--stall-restart",),
+            "stall_restart",
+            bool,
+            "Restart a stalled rank; each restart counts towards --max-restarts.",
+        ),
+        SpecOption(
+            ("--max-restarts",),
+            "max_restarts",
+            int,
+            "Number of times a failed rank is restarted.",
+            "0",
+        ),
+        SpecOption(
+            ("--ttl",),
+            "ttl_seconds",
+            Duration(),
+            "How long to keep the record after the training has ended.",
+            "no limit",
+        ),
+    ),
+    "Resources of each rank": (
+        SpecOption(
+            ("--executor",),
+            "executor",
+            str,
+            "Name of the executor to run on, as 'atoll executors' lists it.",
+            "the control plane's",
+        ),
+        SpecOption(("--image",), "image", str, "Container image."),
+        SpecOption(("--cpu",), "cpu", str, "CPUs, such as 2 or 500m."),
+        SpecOption(("--memory",), "memory", str, "Memory, such as 4Gi."),
+        SpecOption(("--gpus",), "gpu_count", int, "Number of GPUs.", "0"),
+    ),
+    "Rendezvous and object store": (
+        SpecOption(
+            ("--rendezvous",),
+            "rendezvous_backend",
+            str,
+            "Backend by which ranks find each other: c10d, static, etcd-v2; none: they do not.",
+            "c10d",
+        ),
+        SpecOption(
+            ("--uri",),
+            "rendezvous_uri",
+            str,
+            "Object store that the ranks share: file://, s3://, gs:// or az://.",
+        ),
+        SpecOption(
+            ("--run-id",),
+            "run_id",
+            str,
+            "Name of the DiLoCo run in the object store: a later training with the same name "
+            "resumes it. ATOLL_RUN_ID if not given.",
+            "a new run",
+            RUN_ID_VARIABLE,
+        ),
+    ),
+    "Network": (
+        SpecOption(
+            ("--mesh",),
+            "mesh",
+            bool,
+            "Start the ranks only when their hosts reach each other over the mesh. Images with an "
+            "older shim need --rendezvous etcd-v2.",
+        ),
+        SpecOption(
+            ("--bench",),
+            "bench",
+            str,
+            "When to measure the link between two hosts: off or on-start.",
+            "off",
+        ),
+        SpecOption(
+            ("--bench-require-gbps",),
+            "bench_require_gbps",
+            float,
+            "Lowest measured bandwidth in Gbit/s with which the training may start.",
+        ),
+        SpecOption(
+            ("--bench-placement",),
+            "bench_placement",
+            str,
+            "Hosts to measure: those of ranks only (strict), or others if needed (preferred).",
+            "preferred",
+        ),
+    ),
+}
+
+# The flags that errors name, by the field of the spec.
+FLAGS = {row.option: row.flags[0] for rows in SPEC_OPTIONS.values() for row in rows} | {
+    "name": "--name",
+    "working_dir": "--workdir",
+    "world_size.min": "--min",
+    "world_size.target": "-n",
+    "world_size.max": "--max",
+    "pip_packages": "--pip",
+}
+
+
+def _set_slots(ctx: click.Context, param: click.Parameter, slots: int | None) -> int | None:
+    """A control plane that this process starts has so many. Raises ValidationError if one runs
+    that has others."""
+    if slots is None:
+        return None
+    from atoll.backends.local.state import state_dir
+    from atoll.sdk.embedded import SLOTS, read_announcement
+
+    if os.environ.get("ATOLL_URL"):
+        raise ValidationError("--slots", slots, "expected none: ATOLL_URL names a control plane")
+    endpoint = read_announcement(state_dir())
+    if endpoint is not None and endpoint.get("slots") != slots:
+        has = endpoint.get("slots") or "no limit"
+        expected = f"the control plane runs with {has}: 'atoll stop' ends it, and ranks go on"
+        raise ValidationError("--slots", slots, expected)
+    os.environ[SLOTS] = str(slots)
+    return slots
+
+
+def _headed(heading: str, *options: HeadedOption) -> list[click.Parameter]:
+    for option in options:
+        option.heading = heading
+    return list(options)
+
+
+def _spec_option(row: SpecOption) -> HeadedOption:
+    kinds: dict[Any, Any] = {int: IntField, float: FloatField}
+    if row.kind is bool:
+        return HeadedOption([*row.flags, row.option], is_flag=True, default=None, help=row.help)
+    kind = kinds[row.kind](row.option) if row.kind in kinds else row.kind
+    return HeadedOption(
+        [*row.flags, row.option],
+        type=kind,
+        help=row.help,
+        show_default=row.default or None,
+        envvar=row.variable,
+    )
+
+
+def _world_option(flags: Sequence[str], field: str, help: str, default: str) -> HeadedOption:
+    kind = IntField(f"world_size.{field}")
+    return HeadedOption([*flags, field], type=kind, help=help, show_default=default)
+
+
+def run_parameters() -> list[click.Parameter]:
+    parameters: list[click.Parameter] = [
+        click.Argument(["command"], nargs=-1, type=click.UNPROCESSED)
+    ]
+    parameters += _headed(
+        "World",
+        _world_option(["--ranks", "-n"], "target", "Number of ranks to start.", "1"),
+        _world_option(["--min"], "min", "Smallest number of ranks to run with.", "same as --ranks"),
+        _world_option(["--max"], "max", "Largest number of ranks to scale to.", "same as --ranks"),
+        HeadedOption(
+            ["--name"], help="Name of the training.", show_default="generated from the command"
+        ),
+    )
+    parameters += _headed(
+        "Code and environment",
+        HeadedOption(
+            ["--env", "-e"],
+            multiple=True,
+            help="Variable for the ranks: K or a pattern such as 'AWS_*' passes on what is set "
+            "here, K=V sets it; may be repeated. K=V is visible in `ps`: for secrets use K or "
+            "--env-file.",
+        ),
+        HeadedOption(
+            ["--env-file", "env_files"],
+            multiple=True,
+            type=click.Path(path_type=Path),
+            help="File of K=V lines for the ranks; may be repeated. --env takes precedence.",
+        ),
+        HeadedOption(
+            ["--pip", "pip_packages"],
+            multiple=True,
+            help="Package to install for the ranks; may be repeated.",
+        ),
+        HeadedOption(
+            ["--workdir", "-C", "working_dir"],
+            help="Directory in which the ranks start.",
+            show_default="the current directory",
+        ),
+        HeadedOption(
+            ["--no-code", "has_no_code"],
+            is_flag=True,
+            help="Send no code: the image has it. By default ranks that run elsewhere get the "
+            "working directory, without what .gitignore and .atollignore exclude.",
+        ),
+    )
+    for heading, rows in SPEC_OPTIONS.items():
+        parameters += _headed(heading, *map(_spec_option, rows))
+    parameters += _headed(
+        "Control plane",
+        HeadedOption(["--config"], **CONFIG),
+        HeadedOption(
+            ["--slots"],
+            type=click.IntRange(1, 10_000),
+            callback=_set_slots,
+            expose_value=False,
+            help="Largest number of ranks at once on this machine, if this starts the control "
+            "plane.",
+            show_default="as in atoll.toml, else no limit",
+        ),
+    )
+    parameters += _headed(
+        "Output",
+        HeadedOption(
+            ["--detach", "-d", "is_detached"],
+            is_flag=True,
+            help="Print the name of the training and return; 'atoll logs -f NAME' follows it.",
+        ),
+        HeadedOption(
+            ["--timeout"],
+            type=Duration(),
+            help="How long to follow the training; it goes on after that.",
+            show_default="no limit",
+        ),
+        HeadedOption(
+            ["--rm", "is_removed"], is_flag=True, help="Remove the record when it has ended."
+        ),
+        HeadedOption(
+            ["--dry-run", "is_dry"],
+            is_flag=True,
+            help="Print what would be submitted, and exit: the script for sbatch, objects for "
+            "kubectl, requests to Modal or SageMaker.",
+        ),
+        HeadedOption(["--json", "is_json"], is_flag=True, help="Print JSON instead of text."),
+    )
+    return parameters
+
+
+# Everything after the first word that is no option belongs to the ranks.
+@click.command(
+    cls=HeadedCommand, params=run_parameters(), context_settings={"allow_interspersed_args": False}
+)
+def run(
+    command: tuple[str, ...],
+    is_detached: bool,
+    timeout: float | None,
+    is_removed: bool,
+    is_dry: bool,
+    is_json: bool,
+    **values: Any,
+) -> None:
+    """Start a training, follow its logs, and exit as it ended.
+
+    Exit code: 0 succeeded, 1 failed, 2 bad usage, 124 --timeout or --deadline passed, 130 cancelled
+    by Ctrl-C. The first Ctrl-C cancels the training, the second leaves at once.
+    """
+    if is_detached and (is_removed or timeout is not None):
+        flag = "--rm" if is_removed else "--timeout"
+        raise click.UsageError(f"{flag} and --detach exclude each other: use --ttl or --deadline")
+    launch = read_launch(command, **values)
+    try:
+        if is_dry:
+            print(_preview(launch), end="")
+        elif is_detached:
+            _start(launch, is_json=is_json)
+        else:
+            _follow(launch, timeout, is_removed=is_removed, is_json=is_json)
+    except ValidationError as error:
+        from atoll.core.fields import rename_fields
+
+        raise rename_fields(error, FLAGS) from error
+
+
+def read_launch(
+    command: tuple[str, ...],
+    *,
+    target: int | None,
+    min: int | None,
+    max: int | None,
+    name: str | None,
+    env: tuple[str, ...],
+    env_files: tuple[Path, ...],
+    pip_packages: tuple[str, ...],
+    has_no_code: bool,
+    **values: Any,
+) -> Launch:
+    """The training that the options describe, with the defaults of atoll.toml."""
+    from atoll.sdk.config import with_defaults
+
+    if not command:
+        raise click.UsageError("nothing to run: atoll run -n 4 -- python train.py")
+    options = {option: value for option, value in values.items() if value is not None}
+    options |= {"command": list(command), "env": read_variables(env, env_files)}
+    uri = options.get("rendezvous_uri", "")
+    if uri and not urlsplit(uri).scheme and is_local_executor(options.get("executor")):
+        options["rendezvous_uri"] = os.path.abspath(uri)
+    if any(count is not None for count in (target, min, max)):
+        options["world_size"] = _world_size(1 if target is None else target, min, max)
+    if has_no_code:
+        options["code"] = False
+    if pip_packages:
+        options["pip_packages"] = list(pip_packages)
+    if note := misplaced(command, sys.argv):
+        click.echo(f"atoll: {note}", err=True)
+    options = with_defaults(options)
+    options["command"] = program(options["command"], options)
+    return Launch(generate_name(command) if name is None else name, options)
+
+
+def _follow(launch: Launch, timeout: float | None, *, is_removed: bool, is_json: bool) -> None:
+    _begin(launch)
+    from atoll.cli.follow import Following
+    from atoll.cli.terminal import ignore_closed_output, leave
+    from atoll.core.errors import Temporary
+    from atoll.sdk.client import Client
+
+    ignore_closed_output()
+    following = Following(launch.options.get("deadline_s"), timeout)
+    client = Client()
+    training = client.deploy_distributed(launch.name, **launch.options)
+    _print_code(training.last.spec.code)
+    from atoll.cli.report import JsonReport, TextReport  # loaded while the ranks start
+
+    report = JsonReport() if is_json else TextReport()
+    code = following.run(client, training, report)
+    if is_removed:
+        try:
+            training.delete()
+        except Temporary as error:  # the exit code is the training's
+            report.note(str(error))
+    leave(code)
+
+
+def _start(launch: Launch, *, is_json: bool) -> None:
+    # From here on an interrupt may come after the training was stored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _begin(launch)
+    from atoll.sdk.client import Client
+
+    training = Client().deploy_distributed(launch.name, **launch.options)
+    _print_code(training.last.spec.code)
+    _print_training(training.last, is_json=is_json)
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--name", "new_name", help="Name of the new training.", show_default="NAME-r2, NAME-r3, …"
+)
+@click.option(
+    "--ranks",
+    "-n",
+    type=IntField("world_size.target"),
+    help="Number of ranks to start.",
+    show_default="as before",
+)
+@click.option(
+    "--env",
+    "-e",
+    "env",
+    multiple=True,
+    help="Variable to set, over those it had: K=V, or K to pass on what is set here.",
+)
+@click.option(
+    "--follow", "-f", "is_followed", is_flag=True, help="Follow its logs and exit as it ended."
+)
+@json_option
+def rerun(
+    name: str,
+    new_name: str | None,
+    ranks: int | None,
+    env: tuple[str, ...],
+    is_followed: bool,
+    is_json: bool,
+) -> None:
+    """Start a training again as a new one, and print its name.
+
+    The control plane copies the spec and the code: nothing of this directory is sent.
+    """
+    from atoll.sdk.client import Client
+
+    following = None
+    if is_followed:
+        from atoll.cli.follow import Following
+
+        following = Following()
+    client = Client()
+    training = client.get(name).rerun(new_name, world_size=ranks, env=read_variables(env, ()))
+    if following is not None:
+        from atoll.cli.report import JsonReport, TextReport
+        from atoll.cli.terminal import leave
+
+        leave(following.run(client, training, JsonReport() if is_json else TextReport()))
+    _print_training(training.last, is_json=is_json)
+
+
+def _print_training(training: Training, *, is_json: bool) -> None:
+    if is_json:
+        from atoll.cli.output import print_json, training_json
+
+        print_json(training_json(training))
+    else:
+        print(training.name)
+
+
+def _preview(launch: Launch) -> str:
+    """What the executor would submit. Starts nothing and asks no server."""
+    from atoll.backends.local.state import state_dir
+    from atoll.core.config import in_file, options_of
+    from atoll.core.errors import ValidationError
+    from atoll.core.executors import LOCAL, PlaneContext, load
+    from atoll.core.status import Training
+    from atoll.core.support import describe_unsupported, unsupported_fields
+    from atoll.sdk.config import read_for_plane, resolve_spec
+
+    spec, config = resolve_spec(launch.name, launch.options), read_for_plane()
+    name = spec.executor or config.defaults.get("executor", LOCAL)
+    if name not in config.executors:
+        known = ", ".join(config.executors)
+        raise ValidationError("executor", name, f"expected one of {known}")
+    wanted = config.executors[name]
+    kind: Any = load(wanted.kind)
+    where = Path(config.path).parent if config.path else Path()
+    training = Training(namespace="default", uid="0" * 32, spec=spec)
+    try:
+        options = options_of(kind.options_type, dict(wanted.options))
+    except ValidationError as error:
+        raise in_file(config.path, error, f"executors.{name}") from error
+    preview: str | None = kind.preview(options, PlaneContext(state_dir(), "", where), training)
+    if preview is None:
+        remedy = "this machine starts ranks itself. Use --executor with another kind"
+        raise click.UsageError(f"--dry-run: {name!r} submits nothing: {remedy}")
+    unsupported = unsupported_fields(spec, kind.SUPPORTS, options)
+    if note := describe_unsupported(name, unsupported):
+        click.echo(f"atoll: {note}", err=True)
+    return preview
+
+
+def _begin(launch: Launch) -> None:
+    """Start the control plane while the rest is loaded, unless the training is refused."""
+    from atoll.sdk.config import resolve_spec
+    from atoll.sdk.embedded import begin
+    from atoll.sdk.endpoint import is_local_executor, local_fields
+
+    spec = resolve_spec(launch.name, launch.options)
+    if is_local_executor(spec.executor) and not os.environ.get("ATOLL_URL"):
+        local_fields(spec)
+    begin()
+
+
+def _print_code(code: Code | None) -> None:
+    """Print how much of the working directory is sent with the training."""
+    if code is not None:
+        from atoll.code.archive import in_words
+
+        files = "1 file" if code.files == 1 else f"{code.files} files"
+        sizes = f"{in_words(code.unpacked)}, {in_words(code.size)} packed"
+        click.echo(f"atoll: code: {files}, {sizes}, sha256 {code.digest[:12]}", err=True)
+
+
+def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
+    from atoll.core.spec import WorldSize
+
+    low, high = ranks if low is None else low, ranks if high is None else high
+    if not low <= ranks <= high:
+        text = f"expected --min <= -n <= --max, got {low}, {ranks}, {high}"
+        raise click.UsageError(text)
+    return WorldSize(min=low, target=ranks, max=high)

@@ -1,0 +1,470 @@
+"""Commands on trainings: show them, change them, wait for them and remove them."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
+
+import click
+
+from atoll.cli.options import (
+    json_option,
+    name_argument,
+    names_argument,
+    since_option,
+    timeout_option,
+)
+from atoll.cli.output import (
+    attempts_table,
+    bench_text,
+    count_of,
+    end_report,
+    events_table,
+    print_json,
+    print_note,
+    ps_table,
+    status_text,
+    training_json,
+    world_json,
+    world_text,
+)
+from atoll.cli.report import LinePrinter
+from atoll.cli.terminal import can_redraw, fit
+from atoll.core.errors import (
+    BelowMinimumWorld,
+    NotFound,
+    ResultError,
+    Temporary,
+    ValidationError,
+)
+from atoll.core.escape import escape_control
+from atoll.core.metrics import LatestMetric
+from atoll.core.quantities import parse_duration
+from atoll.core.status import Training
+from atoll.sdk import flows
+from atoll.sdk.client import Client
+from atoll.sdk.training import DistributedTraining
+
+PHASES = click.Choice(["pending", "ready", "succeeded", "failed", "cancelled"])
+GOALS: dict[str, Any] = {
+    "min": flows.wait_until_min_world,
+    "target": flows.wait_until_target_world,
+    "complete": flows.wait_until_end,
+}
+# What `ps` can sort by beside metrics.
+SORT_KEYS: dict[str, Callable[[Training, float], Any]] = {
+    "age": lambda training, now: now - training.created_at,
+    "name": lambda training, now: training.name,
+    "phase": lambda training, now: training.status.phase.value,
+    "ran": lambda training, now: training.status.ran_for(now) or -1.0,
+    "ready": lambda training, now: training.status.world.ready,
+}
+CLEAR = "\x1b[H\x1b[J"
+
+
+@click.command()
+@click.option("--phase", type=PHASES, help="List only trainings in this phase.")
+@click.option("--prefix", help="List only trainings whose name starts with this.")
+@click.option(
+    "--sort",
+    help="Sort by age, name, phase, ran or ready, or by the newest value of a metric such as loss. "
+    "A leading - reverses the order.",
+    show_default="age: the newest first",
+)
+@json_option
+def ps(phase: str | None, prefix: str | None, sort: str | None, is_json: bool) -> None:
+    """List trainings, the newest first."""
+    client = Client()
+    trainings = [training.last for training in client.list(phase=phase, prefix=prefix)]
+    trainings, newest = sort_trainings(client, trainings, sort)
+    if is_json:
+        rows = [(training_json(training), newest.get(training.uid)) for training in trainings]
+        print_json([row if metric is None else {**row, "metric": metric} for row, metric in rows])
+    else:
+        print(ps_table(trainings, newest))
+
+
+def sort_trainings(
+    client: Client, trainings: list[Training], sort: str | None
+) -> tuple[list[Training], dict[str, LatestMetric]]:
+    """The trainings in that order, and by uid the metrics that they are sorted by."""
+    name, is_reversed = (sort or "age").removeprefix("-"), (sort or "").startswith("-")
+    newest_first = sorted(trainings, key=lambda training: -training.created_at)
+    if not name:
+        raise click.BadParameter("expected a name", param_hint="--sort")
+    if name in SORT_KEYS:
+        now, key = time.time(), SORT_KEYS[name]
+        return sorted(newest_first, key=lambda each: key(each, now), reverse=is_reversed), {}
+    metrics = {metric.uid: metric for metric in client.run(flows.newest_metrics([name])).items}
+    if trainings and not any(training.uid in metrics for training in trainings):
+        raise click.ClickException(
+            f"--sort: no training has reported {escape_control(name)!r}: expected "
+            f"{', '.join(SORT_KEYS)} or the name of a metric ('atoll metrics NAME' lists them)"
+        )
+    return sort_by_metric(newest_first, metrics, is_reversed=is_reversed), metrics
+
+
+def sort_by_metric(
+    trainings: list[Training], metrics: Mapping[str, LatestMetric], *, is_reversed: bool
+) -> list[Training]:
+    """The least first. Those whose metric is no number, and those without one, are last."""
+
+    def key(training: Training) -> tuple[int, float]:
+        metric = metrics.get(training.uid)
+        if metric is None:
+            return 2, 0.0
+        value = float(metric.value)
+        if math.isnan(value):
+            return 1, 0.0
+        return 0, -value if is_reversed else value
+
+    return sorted(trainings, key=key)
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--watch", "-w", "is_watched", is_flag=True, help="Show each change until the training ends."
+)
+@click.option(
+    "--attempts",
+    "has_attempts",
+    is_flag=True,
+    help="Show the attempts of each rank instead: the newest and the 20 before it.",
+)
+@click.option("--rank", type=click.IntRange(min=0), help="With --attempts, show this rank only.")
+@click.option(
+    "--bench",
+    "has_bench",
+    is_flag=True,
+    help="Show the measured link between two hosts of the training instead.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --bench, write the measurements to this .svg file as well.",
+)
+@json_option
+def status(
+    name: str,
+    is_watched: bool,
+    has_attempts: bool,
+    rank: int | None,
+    has_bench: bool,
+    svg: Path | None,
+    is_json: bool,
+) -> None:
+    """Show one training: its world, its ranks, and how they ended."""
+    if is_watched + has_attempts + has_bench > 1:
+        raise click.UsageError("expected one of --watch, --attempts and --bench")
+    if rank is not None and not has_attempts:
+        raise click.UsageError("--rank: expected only with --attempts")
+    if svg is not None and not has_bench:
+        raise click.UsageError("--svg: expected only with --bench")
+    if svg is not None and svg.suffix.lower() != ".svg":
+        raise ValidationError("--svg", str(svg), "expected a file name that ends in .svg")
+    client = Client()
+    training = client.get(name)
+    if has_attempts:
+        attempts = training.attempts(rank)
+        print_json(attempts) if is_json else print(attempts_table(attempts, time.time()))
+    elif has_bench:
+        _show_bench(training, svg, is_json=is_json)
+    elif is_watched:
+        from atoll.cli.follow import to_the_end
+
+        display = StatusDisplay(is_json=is_json)
+        client.run(to_the_end(training.last, display.show))
+        display.close()
+    else:
+        print_json(training_json(training.last)) if is_json else print(status_text(training.last))
+
+
+def _show_bench(training: DistributedTraining, svg: Path | None, *, is_json: bool) -> None:
+    diagnostics = training.bench_diagnostics
+    if svg is not None and diagnostics.result is not None:
+        from atoll.bench.plot import plot_svg
+
+        title = f"{training.name}: {diagnostics.message}"
+        svg.write_text(plot_svg(diagnostics.result.points, title))
+    print_json(diagnostics) if is_json else print(bench_text(training.name, diagnostics))
+
+
+class StatusDisplay:
+    """Prints each new state of one training."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self._is_json = is_json
+        self._is_screen = can_redraw(sys.stdout) and not is_json
+        self._version = -1
+        self._last: Training | None = None
+
+    def show(self, training: Training) -> None:
+        if training.resource_version == self._version:
+            return
+        self._version, self._last = training.resource_version, training
+        if self._is_json:
+            print_json(training_json(training))
+        elif self._is_screen:
+            print(CLEAR + fit(status_text(training), get_terminal_size()), end="", flush=True)
+        else:
+            print(f"{training.name} {world_text(training)}", flush=True)
+
+    def close(self) -> None:
+        """Print the last state in full: a screen cuts it off, and single lines omit most of it."""
+        if self._last is not None and not self._is_json:
+            print((CLEAR if self._is_screen else "") + status_text(self._last))
+
+
+@click.command()
+@name_argument
+@click.option("--follow", "-f", "is_followed", is_flag=True, help="Follow until the training ends.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="Print the lines of this rank only, without prefix."
+)
+@click.option(
+    "--tail",
+    type=click.IntRange(min=0),
+    help="Number of last lines to print of each rank.",
+    show_default="all",
+)
+@since_option("lines")
+@click.option("--grep", help="Print only lines that contain this text; the server searches.")
+@click.option("--ignore-case", "-i", is_flag=True, help="With --grep, ignore upper and lower case.")
+@click.option(
+    "--timestamps", "-t", "is_timed", is_flag=True, help="Print the time of each line before it."
+)
+@json_option
+def logs(
+    name: str,
+    is_followed: bool,
+    rank: int | None,
+    tail: int | None,
+    since: str | None,
+    grep: str | None,
+    ignore_case: bool,
+    is_timed: bool,
+    is_json: bool,
+) -> None:
+    """Print the output of the ranks, during and after the training.
+
+    Lines of several ranks are sorted by time.
+    """
+    from atoll.sdk.logs import LogPosition, lines
+
+    if ignore_case and grep is None:
+        raise ValidationError("--ignore-case", True, "expected only with --grep")
+    if grep is not None and (not grep or "\n" in grep):
+        raise ValidationError("--grep", grep, "expected a text of one line")
+    after = None if since is None else parse_time(since, time.time())
+    client = Client()
+    training = client.get(name)
+    highest = training.last.spec.world_size.max - 1
+    _check_rank(training.last, rank)
+    printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
+    printer.width = len(str(highest))
+    filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
+    ref = flows.TrainingRef(training.name, training.uid)
+    position = LogPosition(ref, None if rank is None else [rank], tail, is_followed, filters)
+    for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
+        print_json(line) if is_json else printer.print(line)
+
+
+def _check_rank(training: Training, rank: int | None) -> None:
+    highest = training.spec.world_size.max - 1
+    if rank is not None and rank > highest:
+        expected = f"expected at most {highest}: the ranks of {training.name}"
+        raise ValidationError("--rank", rank, expected)
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Rank whose result to print.",
+    show_default=True,
+)
+@timeout_option
+@json_option
+def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
+    """Wait for a training and print its result as JSON.
+
+    That is what its function returned, or what its program set with atoll.set_result; null if it
+    set nothing. Exit code: 1 if the training did not succeed, 124 if --timeout passed.
+    """
+    from atoll.cli.follow import TIMED_OUT
+
+    client = Client()
+    training = client.get(name).last
+    _check_rank(training, rank)
+    ref, states = flows.TrainingRef(training.name, training.uid), [training]
+    try:
+        client.run(flows.wait_until_end(ref, timeout, on_read=states.append))
+        value = as_json(client.run(flows.result(ref, rank)))
+    except ResultError as error:
+        raise click.ClickException(str(error)) from error
+    except BelowMinimumWorld as error:
+        if states[-1].status.phase.is_terminal:
+            raise
+        print_note(str(error))
+        raise SystemExit(TIMED_OUT) from error
+    print_json({"rank": rank, "result": value} if is_json else value)
+
+
+def as_json(value: Any) -> Any:
+    """The value, with text in place of what JSON cannot hold."""
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    is_finite = isinstance(value, float) and value - value == 0
+    return value if is_finite else str(value)
+
+
+@click.command()
+@name_argument
+@since_option("events")
+@json_option
+def events(name: str, since: str | None, is_json: bool) -> None:
+    """Print the events of a training, the newest first."""
+    after = None if since is None else parse_time(since, time.time())
+    newest_first = Client().get(name).events(after)
+    print_json(newest_first) if is_json else print(events_table(newest_first))
+
+
+def parse_time(text: str, now: float) -> float:
+    """Seconds since the epoch for `90s`, `10m`, `2026-01-31T12:00`, `1767225600`."""
+    from datetime import datetime
+
+    try:
+        if text[-1:].isalpha():
+            return max(0.0, now - parse_duration("--since", text))
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        expected = "expected 10m, 2h, 2026-01-31T12:00 or seconds since the epoch"
+        raise ValidationError("--since", text, expected) from None
+
+
+@click.command(context_settings={"ignore_unknown_options": True})  # a target of -1 is no option
+@name_argument
+@click.argument("target", type=int)
+@click.option("--wait", "is_waited", is_flag=True, help="Wait until all of them are ready.")
+@timeout_option
+@json_option
+def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_json: bool) -> None:
+    """Change the number of ranks of a running training to TARGET."""
+    training = Client().get(name)
+    before = training.last.spec.world_size.target
+    training.scale(target)
+    if is_waited:
+        training.wait_until_target_world(timeout)
+    if is_json:
+        print_json({"name": name, "previousTarget": before, **world_json(training.last)})
+    else:
+        change = f"{before} -> {count_of(target, 'rank')} wanted"
+        print(f"{name}: {change}{', all ready' if is_waited else ''}")
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--for",
+    "goal",
+    type=click.Choice([*GOALS]),
+    default="complete",
+    help="Goal to wait for.",
+    show_default=True,
+)
+@timeout_option
+@json_option
+def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
+    """Wait for a training to end, or for its ranks.
+
+    Exit code: 0 goal reached, 1 failed or cancelled, 124 --timeout passed.
+    """
+    from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
+
+    client = Client()
+    states = [client.get(name).last]
+    ref = flows.TrainingRef(states[0].name, states[0].uid)
+    code, error_text = SUCCEEDED, ""
+    try:
+        client.run(GOALS[goal](ref, timeout, on_read=lambda state: states.__setitem__(0, state)))
+    except BelowMinimumWorld as error:
+        is_late = not states[0].status.phase.is_terminal
+        code, error_text = (TIMED_OUT, str(error)) if is_late else (FAILED, "")
+    (last,) = states
+    if is_json:
+        print_json({"goal": goal, "exitCode": code, **training_json(last)})
+    elif error_text:
+        print_note(error_text)
+    elif code == FAILED or goal == "complete":
+        print(end_report(last), file=sys.stderr if code else sys.stdout)
+    else:
+        print(f"{name}: {count_of(last.status.world.ready, 'rank')} ready")
+    raise SystemExit(code)
+
+
+@click.command()
+@names_argument(is_required=True)
+@json_option
+def cancel(names: tuple[str, ...], is_json: bool) -> None:
+    """Stop the ranks of trainings. Their logs and records are kept."""
+    client = Client()
+    trainings = [client.get(name) for name in names]
+    for training in trainings:
+        training.cancel()
+        phase = training.last.status.phase
+        if not is_json:
+            state = f"was already {phase.value}" if phase.is_terminal else "cancelling"
+            print(f"{training.name}: {state}")
+    if is_json:
+        print_json([training_json(training.last) for training in trainings])
+
+
+@click.command()
+@names_argument(is_required=False)
+@click.option(
+    "--finished", "is_finished", is_flag=True, help="Remove all trainings that have ended."
+)
+@json_option
+def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
+    """Remove trainings with their ranks, logs and records. A missing training is no error."""
+    if bool(names) == is_finished:
+        raise ValidationError("names", list(names) or None, "give names, or --finished")
+    client = Client()
+    trainings = [t for t in client.list() if t.last.status.phase.is_terminal] if is_finished else []
+    for name in names:
+        try:
+            trainings.append(client.get(name))
+        except NotFound:
+            if not is_json:
+                print(f"{name}: not there")
+    removed, remaining = [], []
+    for training in trainings:
+        try:
+            training.delete()
+        except Temporary as error:
+            remaining.append(training.name)
+            print(f"atoll: {error}", file=sys.stderr)
+            continue
+        removed.append(training.name)
+        if not is_json:
+            print(f"{training.name}: removed")
+    if is_json:
+        print_json({"removed": removed, **({"notRemoved": remaining} if remaining else {})})
+    if remaining:
+        raise SystemExit(1)
