@@ -186,7 +186,7 @@ def spec_body(training: Training) -> Json:
 def status_body(
     training: Training, status: Status, events: list[Json], attempts: Sequence[Json] = ()
 ) -> Json:
-    """The status as it is stored, with what `kubectl` users look for written out."""
+    """The status as it is stored, with the fields that `kubectl` users expect written out."""
     body: Json = msgspec.json.decode(encode(fold_status(status)))
     world = status.world
     body["world"] = {
