@@ -48,7 +48,7 @@ class Server:
 
 
 def invalid(field: str, reason: str) -> tuple[int, Json]:
-    """As API servers 1.30 to 1.35 answer to an object that breaks a rule."""
+    """A Status in the published form of the API; written by hand, not recorded from a server."""
     return 422, {
         "kind": "Status",
         "reason": "Invalid",
@@ -71,6 +71,10 @@ REFUSALS = {
     "required": (
         *(f"{POD}.initContainers[0].image", "Required value"),
         *("pod.initContainers[0].image", None, "Kubernetes: Required value"),
+    ),
+    "escape": (
+        *(f"{POD}.schedulerName", r'Invalid value: "a\x00": a lowercase name'),
+        *("pod.schedulerName", r'"a\x00"', "Kubernetes: a lowercase name"),
     ),
     "label": (
         *("metadata.labels", 'Invalid value: "a b": a valid label must be an empty string or'),
