@@ -239,7 +239,7 @@ class Process:
     def _forget(self) -> None:
         self.begun = ""
         self.applied, self.own_means, self.rounding = {}, {}, {}
-        self.receipts: dict[str, Outcome] = {}
+        self.receipts: dict[str, dict[str, Outcome]] = {}
         self.stepped: list[int] | None = None  # ranks that a direct round's step was taken with
 
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> None:
@@ -682,8 +682,8 @@ class Process:
             found: dict[str, Outcome | None] = {}
             for name in manifest.names:
                 key = objects.receipt_key(manifest.round, name)
-                if name in self.receipts:
-                    found[name] = self.receipts[name]
+                if key in self.receipts.get(manifest.digest, {}):
+                    found[name] = self.receipts[manifest.digest][key]
                     continue
                 body = yield "get", key
                 if body is None or body is DAMAGED:
@@ -739,7 +739,8 @@ class Process:
             key = objects.receipt_key(manifest.round, name)
             if (yield "create", key, objects.encode(receipt)):
                 out = () if receipt.is_readable else (receipt.rank,)
-                self.receipts[name] = Outcome(self.nonce, out)
+                # By manifest: the leader looks here before the calls of the next word are made.
+                self.receipts.setdefault(manifest.digest, {})[key] = Outcome(self.nonce, out)
             done[name] = True
         return done
 
