@@ -1,4 +1,4 @@
-"""What ranks hand in: their results over HTTP, and their logs without them."""
+"""Results of ranks over HTTP, and their logs without the lines that carry results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from atoll.logs.files import merged
 from atoll.server.handlers.admission import executor_of
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
-NEAR = 64  # lines at the end of a log in which a result is looked for first
+NEAR = 64  # lines at the end of a log to search first: most results are there
 
 
 class ResultQuery(Query, frozen=True):
@@ -74,12 +74,12 @@ def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:
         encode(report)  # JSON can name text that UTF-8 cannot hold
         return report
     except (ValueError, RecursionError) as error:
-        words = f"the result cannot be read: it is not JSON in UTF-8: {error}"
-        return RankResult(rank=rank, encoding=NONE, error=words)
+        message = f"the result cannot be read: it is not JSON in UTF-8: {error}"
+        return RankResult(rank=rank, encoding=NONE, error=message)
 
 
 async def without_results(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
-    """The lines as the programs of the ranks printed them."""
+    """The lines as the ranks printed them, without results."""
     try:
         async for line in lines:
             text = without_result(line.text)
@@ -98,7 +98,7 @@ async def printed_logs(
     tail: int | None,
     follow: Callable[[], bool] | None,
 ) -> AsyncIterator[LogLine]:
-    """As `Executor.logs`, without results: `tail` counts what was printed."""
+    """As `Executor.logs`, without results; `tail` counts printed lines."""
     if tail and follow is None and await _ends_with_result(executor, training, ranks):
         async for line in _last_printed(executor, training, ranks, tail):
             yield line
@@ -119,7 +119,7 @@ async def _ends_with_result(
 async def _last_printed(
     executor: Executor, training: Training, ranks: Sequence[int] | None, tail: int
 ) -> AsyncIterator[LogLine]:
-    """Reads further back until what was printed fills `tail`, or the logs begin."""
+    """Reads further back until there are `tail` printed lines, or the logs begin."""
     extra = NEAR
     while True:
         read: defaultdict[int, int] = defaultdict(int)
