@@ -16,7 +16,7 @@ import pytest
 
 import atoll
 from atoll.core.status import WorldStatus
-from atoll.sdk.embedded import announced
+from atoll.sdk.embedded import read_announcement
 from tests.e2e.conftest import PATIENCE_S, until
 from tests.support.foreign_listener import listening_on
 
@@ -59,12 +59,12 @@ def test_nothing_is_sent_to_another_user_who_took_the_port(
         top = running.enter_context(lone_atoll.start("top", "--json", "--interval", "0.1"))
         running.callback(top.kill)
         until(lambda: [t.phase for t in client.list()] == ["ready", "ready"])
-        endpoint = announced(lone_atoll.state)
+        endpoint = read_announcement(lone_atoll.state)
         assert endpoint is not None
         os.kill(int(endpoint["pid"]), signal.SIGKILL)
         port = urlsplit(str(endpoint["url"])).port or 0
         running.enter_context(listening_on(port, received))
-        until(lambda: (announced(lone_atoll.state) or endpoint)["pid"] != endpoint["pid"])
+        until(lambda: (read_announcement(lone_atoll.state) or endpoint)["pid"] != endpoint["pid"])
         go.touch()
         assert [end.result().ready for end in ends] == [2, 2]
         assert [command.wait(PATIENCE_S) for command in commands] == [0, 0, 0]

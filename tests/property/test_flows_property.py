@@ -18,9 +18,9 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply
-from atoll.sdk.flows import Who
+from atoll.sdk.flows import TrainingRef
 
-WHO = Who("t", "u")
+WHO = TrainingRef("t", "u")
 FOREVER = 1e9
 
 

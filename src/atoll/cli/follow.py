@@ -82,7 +82,7 @@ class Following:
         self._items: SimpleQueue[Item] = SimpleQueue()
         self._room = threading.Semaphore(LINES_AHEAD)
         self._signal: int | None = None
-        self._has_given_up = False
+        self._is_abandoned = False
         self._cancelled_at: float | None = None
         Interrupts(self._items)
 
@@ -117,11 +117,11 @@ class Following:
                 self._cancel(training, item.number)
             else:
                 open_readers.discard(item.reader)
-                self._settle(item)
+                self._note_end(item)
         code = self._code(last)
         # Ranks send their last reports as they end: rounds and warnings are newest now.
         with contextlib.suppress(AtollError):
-            last = client.run(flows.read(flows.Who(last.name, last.uid), patience_s=0))
+            last = client.run(flows.read(flows.TrainingRef(last.name, last.uid), patience_s=0))
         self.report.end(last, code)
         return code
 
@@ -176,7 +176,7 @@ class Following:
         return TIMED_OUT
 
     def _give_up(self, training: DistributedTraining, last: Training) -> None:
-        self._has_given_up = True
+        self._is_abandoned = True
         late = "not over" if last.status.gate_opened_at is not None else "not started"
         self.report.note(f"{late} within {self._deadline_s:g} s; cancelling the training")
         self._cancelled_at = time.time()
@@ -197,7 +197,7 @@ class Following:
         self._cancelled_at = time.time()
         training.cancel()
 
-    def _settle(self, ended: Ended) -> None:
+    def _note_end(self, ended: Ended) -> None:
         if ended.error is None:
             return
         if ended.reader == "states":
@@ -211,15 +211,15 @@ class Following:
             return code
         if self._signal is not None:
             return 128 + self._signal
-        return TIMED_OUT if self._has_given_up else code
+        return TIMED_OUT if self._is_abandoned else code
 
 
 def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flow[Training]:
     """Every state from now to the last one, as the server pushes them."""
     return flows.wait(
-        flows.Who(training.name, training.uid),
+        flows.TrainingRef(training.name, training.uid),
         timeout=None,
-        settle=lambda now: now if now.status.phase.is_terminal else None,
+        until=lambda now: now if now.status.phase.is_terminal else None,
         needed=lambda now: now.spec.world_size.target,
         on_read=on_read,
     )

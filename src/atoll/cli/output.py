@@ -368,7 +368,7 @@ def end_report(training: Training) -> str:
     """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
     lines = [describe_end(training)]
-    lines += [f"  warning: {escape_control(words)}" for words in training.status.warnings]
+    lines += [f"  warning: {escape_control(warning)}" for warning in training.status.warnings]
     lines += [f"  {line}" for line in participation_lines(training)]
     if training.status.phase is not Phase.FAILED or cause is None:
         return "\n".join(lines)

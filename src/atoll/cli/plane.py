@@ -283,9 +283,9 @@ def cancel_all(where: Path) -> list[str]:
 
 def stop_plane(where: Path) -> int | None:
     """Stop the control plane and return its pid; None if none ran."""
-    from atoll.sdk.embedded import announced, start_time
+    from atoll.sdk.embedded import read_announcement, start_time
 
-    endpoint = announced(where)
+    endpoint = read_announcement(where)
     if endpoint is None:
         return None
     pid = int(endpoint["pid"])

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from atoll.core.errors import ValidationError
-from atoll.sdk.endpoint import is_here
+from atoll.sdk.endpoint import is_local_executor
 
 # 32 letters that are not mistaken for each other: a byte picks all equally often.
 _LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
@@ -33,7 +33,7 @@ def program(command: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """
     argv = list(command)
     is_script = bool(argv) and argv[0].endswith(".py")
-    if argv and is_here(options.get("executor")):
+    if argv and is_local_executor(options.get("executor")):
         _check(argv[0], Path(options.get("working_dir") or "", argv[0]))
         return [sys.executable or "python3", *argv] if is_script else argv
     return ["python", *argv] if is_script else argv

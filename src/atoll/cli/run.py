@@ -24,7 +24,7 @@ from atoll.cli.options import (
 )
 from atoll.cli.programs import generate_name, misplaced, program, read_variables
 from atoll.core.errors import ValidationError
-from atoll.sdk.endpoint import is_here
+from atoll.sdk.endpoint import is_local_executor
 
 if TYPE_CHECKING:
     from atoll.core.spec import Code
@@ -188,11 +188,11 @@ def _set_slots(ctx: click.Context, param: click.Parameter, slots: int | None) ->
     if slots is None:
         return None
     from atoll.backends.local.state import state_dir
-    from atoll.sdk.embedded import SLOTS, announced
+    from atoll.sdk.embedded import SLOTS, read_announcement
 
     if os.environ.get("ATOLL_URL"):
         raise ValidationError("--slots", slots, "expected none: ATOLL_URL names a control plane")
-    endpoint = announced(state_dir())
+    endpoint = read_announcement(state_dir())
     if endpoint is not None and endpoint.get("slots") != slots:
         has = endpoint.get("slots") or "no limit"
         expected = f"the control plane runs with {has}: 'atoll stop' ends it, and ranks go on"
@@ -369,7 +369,7 @@ def read_launch(
     options = {option: value for option, value in values.items() if value is not None}
     options |= {"command": list(command), "env": read_variables(env, env_files)}
     uri = options.get("rendezvous_uri", "")
-    if uri and not urlsplit(uri).scheme and is_here(options.get("executor")):
+    if uri and not urlsplit(uri).scheme and is_local_executor(options.get("executor")):
         options["rendezvous_uri"] = os.path.abspath(uri)
     if any(count is not None for count in (target, min, max)):
         options["world_size"] = _world_size(1 if target is None else target, min, max)
@@ -488,9 +488,9 @@ def _preview(launch: Launch) -> str:
     from atoll.core.executors import LOCAL, PlaneContext, load
     from atoll.core.status import Training
     from atoll.core.support import describe_unsupported, unsupported_fields
-    from atoll.sdk.config import read_for_plane, stated_spec
+    from atoll.sdk.config import read_for_plane, resolve_spec
 
-    spec, config = stated_spec(launch.name, launch.options), read_for_plane()
+    spec, config = resolve_spec(launch.name, launch.options), read_for_plane()
     name = spec.executor or config.defaults.get("executor", LOCAL)
     if name not in config.executors:
         known = ", ".join(config.executors)
@@ -515,13 +515,13 @@ def _preview(launch: Launch) -> str:
 
 def _begin(launch: Launch) -> None:
     """Start the control plane while the rest is loaded, unless the training is refused."""
-    from atoll.sdk.config import stated_spec
+    from atoll.sdk.config import resolve_spec
     from atoll.sdk.embedded import begin
-    from atoll.sdk.endpoint import here, is_here
+    from atoll.sdk.endpoint import is_local_executor, local_fields
 
-    spec = stated_spec(launch.name, launch.options)
-    if is_here(spec.executor) and not os.environ.get("ATOLL_URL"):
-        here(spec)
+    spec = resolve_spec(launch.name, launch.options)
+    if is_local_executor(spec.executor) and not os.environ.get("ATOLL_URL"):
+        local_fields(spec)
     begin()
 
 

@@ -269,8 +269,8 @@ def logs(
     printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
     printer.width = len(str(highest))
     filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
-    who = flows.Who(training.name, training.uid)
-    position = LogPosition(who, None if rank is None else [rank], tail, is_followed, filters)
+    ref = flows.TrainingRef(training.name, training.uid)
+    position = LogPosition(ref, None if rank is None else [rank], tail, is_followed, filters)
     for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
 
@@ -304,10 +304,10 @@ def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
     client = Client()
     training = client.get(name).last
     _check_rank(training, rank)
-    who, states = flows.Who(training.name, training.uid), [training]
+    ref, states = flows.TrainingRef(training.name, training.uid), [training]
     try:
-        client.run(flows.wait_until_end(who, timeout, on_read=states.append))
-        value = as_json(client.run(flows.result(who, rank)))
+        client.run(flows.wait_until_end(ref, timeout, on_read=states.append))
+        value = as_json(client.run(flows.result(ref, rank)))
     except ResultError as error:
         raise click.ClickException(str(error)) from error
     except BelowMinimumWorld as error:
@@ -399,10 +399,10 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
 
     client = Client()
     states = [client.get(name).last]
-    who = flows.Who(states[0].name, states[0].uid)
+    ref = flows.TrainingRef(states[0].name, states[0].uid)
     code, error_text = SUCCEEDED, ""
     try:
-        client.run(GOALS[goal](who, timeout, on_read=lambda state: states.__setitem__(0, state)))
+        client.run(GOALS[goal](ref, timeout, on_read=lambda state: states.__setitem__(0, state)))
     except BelowMinimumWorld as error:
         is_late = not states[0].status.phase.is_terminal
         code, error_text = (TIMED_OUT, str(error)) if is_late else (FAILED, "")

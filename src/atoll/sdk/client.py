@@ -17,9 +17,9 @@ from atoll.core.html import HtmlList, trainings_html
 from atoll.core.spec import ProviderFilter, TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.sdk import flows
-from atoll.sdk.config import stated_training
+from atoll.sdk.config import resolve_training
 from atoll.sdk.effects import Flow, T
-from atoll.sdk.endpoint import Endpoint, chosen
+from atoll.sdk.endpoint import Endpoint, choose_endpoint
 from atoll.sdk.options import DeployOptions, Wait, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
@@ -39,7 +39,7 @@ class Client:
     """
 
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
-        self._open(chosen(url, token))
+        self._open(choose_endpoint(url, token))
 
     @classmethod
     def local(cls) -> Client:
@@ -47,10 +47,10 @@ class Client:
 
         `with Client.local() as client: …`
         """
-        from atoll.sdk.embedded import Private
+        from atoll.sdk.embedded import PrivatePlane
 
         client = cls.__new__(cls)
-        client._open(Private())
+        client._open(PrivatePlane())
         return client
 
     def _open(self, endpoint: Endpoint) -> None:
@@ -140,9 +140,9 @@ class Client:
             wait: also wait for "min" or "target" ranks.
             timeout: how long `wait` waits in seconds; 600.
         """
-        options = _stated(locals())
-        (spec, pack), (wait, limit_s) = stated_training(name, options), wait_of(options)
-        stored = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex, pack))
+        options = _collect_options(locals())
+        (spec, pack), (wait, limit_s) = resolve_training(name, options), wait_of(options)
+        stored = self.run(flows.deploy(spec, self._local_fields(spec), uuid.uuid4().hex, pack))
         training = DistributedTraining(self, stored)
         with _noting(name):
             if wait == "min":
@@ -191,9 +191,11 @@ class Client:
         timeout: float | None = None,
     ) -> DistributedTraining:
         """As `deploy_distributed`, in a coroutine."""
-        options = _stated(locals())
-        (spec, pack), (wait, limit_s) = stated_training(name, options), wait_of(options)
-        stored = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex, pack))
+        options = _collect_options(locals())
+        (spec, pack), (wait, limit_s) = resolve_training(name, options), wait_of(options)
+        stored = await self.arun(
+            flows.deploy(spec, self._local_fields(spec), uuid.uuid4().hex, pack)
+        )
         training = DistributedTraining(self, stored)
         with _noting(name):
             if wait == "min":
@@ -225,7 +227,7 @@ class Client:
         try:
             return self.run(sweeping.run())
         except KeyboardInterrupt:
-            sweeping.tell_interrupted()
+            sweeping.print_interrupted()
             raise
 
     async def map_async(
@@ -257,9 +259,15 @@ class Client:
             options = {**options, "env": {**(options.get("env") or {}), RESULTS_VARIABLE: PICKLE}}
         jobs = jobs_of(function, settings, name)
         for job in jobs[:1]:  # what is wrong with the options or the function is told before
-            stated_training(job.name, {**options, "source": partial(function, **job.arguments)})
+            resolve_training(job.name, {**options, "source": partial(function, **job.arguments)})
         return SweepRun(
-            self, self._shared, function, jobs, concurrency, options, allow_pickle=allow_pickle
+            self,
+            self._local_fields,
+            function,
+            jobs,
+            concurrency,
+            options,
+            allow_pickle=allow_pickle,
         )
 
     def get(self, name: str) -> DistributedTraining:
@@ -330,12 +338,12 @@ class Client:
     ) -> None:
         await self.close_async()
 
-    def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
+    def _local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields that a local rank shares with its caller: the directory and the search paths."""
-        return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
+        return self.endpoint.local_fields(spec) if spec.executor in (None, "local") else {}
 
 
-def _stated(arguments: Mapping[str, Any]) -> DeployOptions:
+def _collect_options(arguments: Mapping[str, Any]) -> DeployOptions:
     """The options among the arguments of a method."""
     options = {name: arguments[name] for name in DeployOptions.__annotations__}
     return cast(DeployOptions, options)

@@ -73,5 +73,5 @@ class RoundTable(ColumnTable):
         self.dropped: int = answer.dropped
 
     def __repr__(self) -> str:
-        words = "no round yet" if self.summary is None else self.summary.words
-        return f"<RoundTable: {words}>"
+        text = "no round yet" if self.summary is None else self.summary.words
+        return f"<RoundTable: {text}>"

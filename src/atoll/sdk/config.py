@@ -172,16 +172,16 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **stated}
 
 
-def stated_spec(name: str, options: Mapping[str, Any]) -> TrainingSpec:
+def resolve_spec(name: str, options: Mapping[str, Any]) -> TrainingSpec:
     """What the caller says wins over `[defaults]` of atoll.toml."""
     from atoll.sdk.options import DeployOptions, spec_of
 
     return spec_of(name, cast(DeployOptions, with_defaults(options)))
 
 
-def stated_training(name: str, options: Mapping[str, Any]) -> tuple[TrainingSpec, Pack | None]:
+def resolve_training(name: str, options: Mapping[str, Any]) -> tuple[TrainingSpec, Pack | None]:
     """The spec, and the code that goes with it if its ranks run elsewhere."""
     from atoll.sdk.options import pack_of
 
-    spec = stated_spec(name, options)
+    spec = resolve_spec(name, options)
     return spec, pack_of(spec, with_defaults(options))

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.backends.local.enclosing_rank import EnclosingRank, enclosing_rank
-from atoll.backends.local.spare import FULL, has_room, make_spare, spare_directories
+from atoll.backends.local.reserve import check_writable
 from atoll.backends.local.state import ENDPOINT, state_dir
 from atoll.core.errors import AtollError, Permanent, Temporary
-from atoll.files.ownership import make_private, private
+from atoll.files.ownership import private
 from atoll.sdk import config
-from atoll.sdk.endpoint import Address, here
-from atoll.sdk.release import OtherRelease, difference
-from atoll.sdk.requests import NoControlPlane
+from atoll.sdk.effects import NoControlPlane, OtherRelease, describe_difference
+from atoll.sdk.endpoint import Address, local_fields
 
 if TYPE_CHECKING:
     import subprocess
@@ -59,7 +58,7 @@ def begin() -> None:
 
     def start_it() -> None:
         with contextlib.suppress(AtollError):
-            Embedded().address()
+            UserPlane().address()
 
     if (
         not os.environ.get("ATOLL_URL")
@@ -69,7 +68,7 @@ def begin() -> None:
         threading.Thread(target=start_it, daemon=True).start()
 
 
-class Embedded:
+class UserPlane:
     """One a user. Ten programs may start at once: a lock lets one of them start the server.
 
     A process of a rank starts none, as it would end with the rank: it waits for one.
@@ -79,49 +78,49 @@ class Embedded:
         self._where = state_dir(where)
         self._token = token
         self._known: Address | None = None
-        self._is_awaited = False
+        self._is_reported = False
         self._lock = threading.Lock()
 
     def address(self) -> Address:
         with self._lock:
             if self._known is None:
-                if announced(self._where) is None:
+                if read_announcement(self._where) is None:
                     self._start()
                 else:
                     _warn_if_other(self._where)
-                self._known = found(self._where, self._token)
-                self._is_awaited = False
+                self._known = plane_address(self._where, self._token)
+                self._is_reported = False
             return self._known
 
     def lost(self) -> None:
         self._known = None
 
-    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        return here(spec)
+    def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
+        return local_fields(spec)
 
     def close(self) -> None:
         pass
 
     def _start(self) -> None:
         if (rank := enclosing_rank()) is not None:
-            raise self._awaited(rank)
+            raise self._no_control_plane(rank)
         try:
-            make_private(self._where)
+            check_writable(self._where)
             with _only_one(self._where):
-                if announced(self._where) is None:
+                if read_announcement(self._where) is None:
                     start(self._where)
         except OSError as error:
             raise Permanent(
                 f"cannot keep state in {self._where}: {error.strerror}; set ATOLL_STATE_DIR"
             ) from error
 
-    def _awaited(self, rank: EnclosingRank) -> NoControlPlane:
+    def _no_control_plane(self, rank: EnclosingRank) -> NoControlPlane:
         """What is raised in a rank; the first time, what is waited for is told."""
         how = "'atoll ps' outside of ranks starts it"
-        if not self._is_awaited:
-            self._is_awaited = True
-            words = f"{rank} waits for the control plane of {self._where} to run again: {how}"
-            sys.stderr.write(f"atoll: {words}\n")
+        if not self._is_reported:
+            self._is_reported = True
+            text = f"{rank} waits for the control plane of {self._where} to run again: {how}"
+            sys.stderr.write(f"atoll: {text}\n")
             sys.stderr.flush()
         return NoControlPlane(
             f"no control plane runs in {self._where}, and {rank} must not start one, as it would "
@@ -129,7 +128,7 @@ class Embedded:
         )
 
 
-class Private:
+class PrivatePlane:
     """One a client, in a directory of its own. When the client's process dies, so does it.
 
     Children that were forked later may use it; it is not theirs to start again or to end.
@@ -137,7 +136,7 @@ class Private:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._server: Started | None = None
+        self._server: PlaneProcess | None = None
         self._where: Path | None = None
         self._owner = os.getpid()
         self._is_closed = False
@@ -157,8 +156,8 @@ class Private:
     def lost(self) -> None:
         pass
 
-    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        return here(spec)
+    def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
+        return local_fields(spec)
 
     def close(self) -> None:
         with self._lock:
@@ -177,7 +176,7 @@ class Private:
 
         shutil.rmtree(where, ignore_errors=True)
 
-    def _alive(self, where: Path | None = None) -> Started:
+    def _alive(self, where: Path | None = None) -> PlaneProcess:
         if self._server is not None:
             # A child cannot ask after its parent's child: it would be told that it is dead.
             if self._owner != os.getpid() or self._server.process.poll() is None:
@@ -188,7 +187,7 @@ class Private:
         return start(where, is_owned=True)
 
 
-class Started:
+class PlaneProcess:
     """A server that this process started."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
@@ -212,7 +211,7 @@ class Started:
         return self.process.returncode == 0
 
 
-def start(where: Path, *, is_owned: bool = False) -> Started:
+def start(where: Path, *, is_owned: bool = False) -> PlaneProcess:
     """A server, once it answers; its port, for browsers, is a free one of this machine.
 
     Raises Permanent if it does not answer.
@@ -226,9 +225,10 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
         command += ["--config", settings.path]
     if slots := os.environ.get(SLOTS):
         command += ["--slots", slots]
-    log = _place_of_log(where)
+    check_writable(where)
+    log = where / "server.log"
     with open(log, "ab", opener=private) as errors:
-        said_before = errors.tell()
+        log_start = errors.tell()
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if is_owned else subprocess.DEVNULL,
@@ -239,33 +239,33 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
             start_new_session=True,  # Ctrl-C is for the caller, not for the server
         )
     assert process.stdout is not None
-    with process.stdout as announced:
-        ready, _, _ = select.select([announced], [], [], START_S)
-        line = announced.readline() if ready else b""
+    with process.stdout as read_announcement:
+        ready, _, _ = select.select([read_announcement], [], [], START_S)
+        line = read_announcement.readline() if ready else b""
     if not line:
         process.kill()
         code = process.wait()
-        why = _last_line(log, said_before)
+        why = _last_line(log, log_start)
         raise Permanent(f"the local control plane did not start (exit code {code}): {why} ({log})")
     if not is_owned:
         _reap(process)
-    return Started(process, json.loads(line)["url"])
+    return PlaneProcess(process, json.loads(line)["url"])
 
 
 def _environment() -> dict[str, str]:
     """The caller's, with this very atoll first, and without what is about the caller alone."""
     home = str(Path(atoll.__file__).resolve().parent.parent)
-    rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    paths = [home, *(os.path.abspath(part) for part in rest)]
-    kept = {
+    search_path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [home, *(os.path.abspath(part) for part in search_path)]
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in LEFT_OUT and not name.startswith("TORCHELASTIC_")
     }
-    if "KUBECONFIG" in kept:  # the server works in another directory
-        parts = kept["KUBECONFIG"].split(os.pathsep)
-        kept["KUBECONFIG"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
-    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    if "KUBECONFIG" in variables:  # the server works in another directory
+        parts = variables["KUBECONFIG"].split(os.pathsep)
+        variables["KUBECONFIG"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
+    return {**variables, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
@@ -275,43 +275,34 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 def running(where: Path) -> str | None:
     """The address of the server that serves this directory, if it is alive."""
-    endpoint = announced(where)
+    endpoint = read_announcement(where)
     return None if endpoint is None else str(endpoint["url"])
 
 
-def announced(where: Path) -> dict[str, Any] | None:
+def read_announcement(where: Path) -> dict[str, Any] | None:
     """What the server of this directory says of itself; None if no server is alive."""
-    place = _announced_in(where)
-    return None if place is None else place[1]
-
-
-def found(where: Path, token: str | None) -> Address:
-    """The server of this directory, and the token of its user unless there is another one."""
-    place = _announced_in(where)
-    if place is None:
-        raise Temporary(f"the control plane of {where} has ended: {where}/server.log may say why")
-    directory, endpoint = place
-    return Address(str(endpoint["url"]), token or read_token(where), directory)
-
-
-def _announced_in(where: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The directory in which a living server announces itself, with its socket beside: this one or
-    its spare place."""
-    for directory in (where, *spare_directories(where)):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            endpoint: dict[str, Any] = json.loads((directory / ENDPOINT).read_bytes())
-            if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
-                return directory, endpoint
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        endpoint: dict[str, Any] = json.loads((where / ENDPOINT).read_bytes())
+        if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
+            return endpoint
     return None
+
+
+def plane_address(where: Path, token: str | None) -> Address:
+    """The server of this directory, and the token of its user unless there is another one."""
+    endpoint = read_announcement(where)
+    if endpoint is None:
+        raise Temporary(f"the control plane of {where} has ended: {where}/server.log may say why")
+    return Address(str(endpoint["url"]), token or read_token(where), where)
 
 
 def _warn_if_other(where: Path) -> None:
     """It works with this release as far as it can; why some things do not is good to know."""
-    endpoint = announced(where) or {"release": atoll.__version__}
-    if words := difference(endpoint.get("release")):
+    endpoint = read_announcement(where) or {"release": atoll.__version__}
+    if text := describe_difference(endpoint.get("release")):
         pid = endpoint["pid"]
         after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
-        warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
+        warnings.warn(f"{text}: {after}", OtherRelease, stacklevel=4)
 
 
 def read_token(where: Path) -> str:
@@ -333,22 +324,9 @@ def start_time(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def _only_one(where: Path) -> Iterator[None]:
-    try:
-        lock = open(where / "start.lock", "a", opener=private)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        lock = open(make_spare(where) / "start.lock", "a", opener=private)
-    with lock:
+    with open(where / "start.lock", "a", opener=private) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _place_of_log(where: Path) -> Path:
-    if not has_room(where):
-        with contextlib.suppress(OSError):
-            return make_spare(where) / "server.log"
-    return where / "server.log"
 
 
 def _last_line(log: Path, start: int) -> str:

@@ -1,17 +1,20 @@
-"""Endpoints: where the control plane is, at a fixed address or started on this machine."""
+"""Endpoints: where the control plane is, and what of the caller goes to ranks on this machine."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from atoll.core.errors import ValidationError
+from atoll.core.stores import keys_of, missing_keys
 
 if TYPE_CHECKING:
     from atoll.core.spec import TrainingSpec
+
 
 LOOPBACK = ("localhost", "::1")
 _LOOPBACK_NET = re.compile(r"127(\.\d{1,3}){3}")
@@ -54,7 +57,7 @@ class Endpoint(Protocol):
     def lost(self) -> None:
         """Nothing listens at the address any more: the next `address()` looks it up again."""
 
-    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
+    def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields of the spec that come from the caller's machine if ranks run on it."""
 
     def close(self) -> None:
@@ -86,14 +89,14 @@ class Fixed:
     def lost(self) -> None:
         pass
 
-    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        return here(spec, is_own=False) if self._address.is_local else {}
+    def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
+        return local_fields(spec, is_own=False) if self._address.is_local else {}
 
     def close(self) -> None:
         pass
 
 
-def is_here(executor: str | None) -> bool:
+def is_local_executor(executor: str | None) -> bool:
     """Whether ranks of this executor run on the caller's machine, as far as is known here."""
     if executor not in (None, "local"):
         return False
@@ -101,7 +104,7 @@ def is_here(executor: str | None) -> bool:
     return not url or Address(url).is_local
 
 
-def here(spec: TrainingSpec, *, is_own: bool = True) -> dict[str, Any]:
+def local_fields(spec: TrainingSpec, *, is_own: bool = True) -> dict[str, Any]:
     """The caller's directory, search paths and keys of the store; values in the spec take
     precedence.
 
@@ -110,8 +113,6 @@ def here(spec: TrainingSpec, *, is_own: bool = True) -> dict[str, Any]:
     """
     env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
     if spec.rendezvous.uri is not None:
-        from atoll.sdk.credentials import check_keys, store_variables
-
         env |= store_variables(spec)
         if is_own:
             check_keys(spec, env | spec.env)
@@ -127,12 +128,55 @@ def _current_directory() -> str:
         ) from error
 
 
-def chosen(url: str | None, token: str | None) -> Endpoint:
+def choose_endpoint(url: str | None, token: str | None) -> Endpoint:
     """The endpoint at `url`, else at ATOLL_URL, else the user's own local control plane."""
     url = url or os.environ.get("ATOLL_URL")
     token = token or os.environ.get("ATOLL_TOKEN")
     if url:
         return Fixed(url, token)
-    from atoll.sdk.embedded import Embedded
+    from atoll.sdk.embedded import UserPlane
 
-    return Embedded(token=token)
+    return UserPlane(token=token)
+
+
+VENDOR = Path("/sys/class/dmi/id/sys_vendor")
+# Files with keys that only the tools of a provider read, and how to get them from there.
+ELSEWHERE = {
+    "AWS_": (
+        ".aws/credentials",
+        'ranks do not read ~/.aws: eval "$(aws configure export-credentials --format env)"',
+    ),
+    "AZURE_": (".azure", "ranks use the login of 'az' with AZURE_USE_AZURE_CLI=true"),
+}
+GOOGLE_LOGIN = ".config/gcloud/application_default_credentials.json"  # ranks read this one
+
+
+def store_variables(spec: TrainingSpec) -> dict[str, str]:
+    """The caller's variables for the store of the training, such as AWS_*."""
+    keys = keys_of(spec.rendezvous.uri)
+    if keys is None:
+        return {}
+    return {name: value for name, value in os.environ.items() if name.startswith(keys.prefix)}
+
+
+def check_keys(spec: TrainingSpec, env: Mapping[str, str]) -> None:
+    """Raises ValidationError if ranks with `env` on this machine have no keys for their store."""
+    uri = spec.rendezvous.uri
+    keys, missing = keys_of(uri), missing_keys(uri, env)
+    if keys is None or not missing or _vendor() == keys.instances:
+        return
+    home = Path(os.environ.get("HOME") or "/")
+    if keys.prefix == "GOOGLE_" and (home / GOOGLE_LOGIN).exists():
+        return
+    expected = f"expected {' and '.join(missing)} to be set: here, by -e or in env="
+    path, remedy = ELSEWHERE.get(keys.prefix, ("", ""))
+    if path and (home / path).exists():
+        expected += f" ({remedy})"
+    raise ValidationError("rendezvous_uri", uri, expected)
+
+
+def _vendor() -> str:
+    try:
+        return VENDOR.read_text().strip()
+    except OSError:
+        return ""

@@ -43,8 +43,17 @@ from atoll.core.status import (
     WorldStatus,
 )
 from atoll.core.support import optional_fields
-from atoll.sdk.effects import Flow, NextChange, Pack, Pause, Send
-from atoll.sdk.requests import Clock, answered, new_retry, send
+from atoll.sdk.effects import (
+    Clock,
+    Flow,
+    NextChange,
+    Pack,
+    Pause,
+    Send,
+    decode_answer,
+    new_retry,
+    send,
+)
 
 T = TypeVar("T")
 
@@ -55,7 +64,7 @@ LAST_READ_S = 2.0  # for the read after a deadline
 ALL = "/v1/trainings"
 
 
-class Who(NamedTuple):
+class TrainingRef(NamedTuple):
     """One training. A name may be used again after a delete; the uid tells the two apart."""
 
     name: str
@@ -73,7 +82,7 @@ class EventPage(Model, frozen=True):
 ROUNDS_A_PAGE = 2_000
 
 # What a state means to a wait: its result, or None for "not yet" and for a failure.
-Settle = Callable[[Training], T | None]
+Until = Callable[[Training], T | None]
 OnRead = Callable[[Training], object]
 
 
@@ -93,7 +102,7 @@ def create(
     effect = Send(
         "POST", ALL, body=encode(spec), headers={"Idempotency-Key": key, **(headers or {})}
     )
-    return answered((yield from send(effect, clock=clock)), Training)
+    return decode_answer((yield from send(effect, clock=clock)), Training)
 
 
 def deploy(
@@ -103,10 +112,10 @@ def deploy(
     stored = yield from _stored(spec, shared, key, pack)
     if optional_fields(spec):
         try:
-            told = yield from events(Who(stored.name, stored.uid), None)
+            stored_events = yield from events(TrainingRef(stored.name, stored.uid), None)
         except AtollError:  # it is stored all the same
             return stored
-        for event in told:
+        for event in stored_events:
             if event.reason == UNSUPPORTED_FIELDS:
                 import logging  # imported here: it loads slowly
 
@@ -147,30 +156,30 @@ def _stored(
 
 
 def get(name: str) -> Flow[Training]:
-    return answered(
+    return decode_answer(
         (yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), TrainingWithRounds
     )
 
 
 def read(
-    who: Who,
+    ref: TrainingRef,
     *,
     patience_s: float | None = None,
     answer_s: float = READ_S,
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
     """The training as it is now. `answer_s` limits one answer, `patience_s` all attempts."""
-    effect = Send("GET", who.path, timeout=answer_s)
+    effect = Send("GET", ref.path, timeout=answer_s)
     answer = yield from send(effect, patience_s=patience_s, clock=clock)
-    training = answered(answer, TrainingWithRounds)
-    if training.uid != who.uid:
-        raise NotFound("training", who.name)
+    training = decode_answer(answer, TrainingWithRounds)
+    if training.uid != ref.uid:
+        raise NotFound("training", ref.name)
     return training
 
 
 def executors() -> Flow[ExecutorList]:
     effect = Send("GET", "/v1/executors", timeout=READ_S)
-    return answered((yield from send(effect)), ExecutorList)
+    return decode_answer((yield from send(effect)), ExecutorList)
 
 
 def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[Training]]:
@@ -178,7 +187,7 @@ def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[T
     trainings: list[Training] = []
     query = {"limit": 500, "phase": phase, "prefix": prefix}
     while True:
-        page = answered((yield from send(Send("GET", ALL, query))), TrainingList)
+        page = decode_answer((yield from send(Send("GET", ALL, query))), TrainingList)
         trainings += page.items
         if page.continue_ is None:
             return trainings
@@ -190,50 +199,50 @@ def scale(last: Training, target: int) -> Flow[Training]:
     size = last.spec.world_size
     if isinstance(target, bool) or not isinstance(target, int) or target < 1:
         raise WorldSizeOutOfBounds(target, size.min, size.max)
-    who = Who(last.name, last.uid)
+    ref = TrainingRef(last.name, last.uid)
     if not last.status.phase.is_terminal:
-        last = yield from read(who)
+        last = yield from read(ref)
     if last.status.phase.is_terminal:
         raise UDTerminalState(last.status.phase.value, target)
     if not size.min <= target <= size.max:
         raise WorldSizeOutOfBounds(target, size.min, size.max)
     body = encode({"target": target})
-    return answered((yield from send(Send("POST", f"{who.path}/scale", body=body))), Training)
+    return decode_answer((yield from send(Send("POST", f"{ref.path}/scale", body=body))), Training)
 
 
 def rerun(last: Training, changes: Mapping[str, Any], key: str) -> Flow[Training]:
     """Asks for a copy of the training; `changes` are the fields of the request that are set."""
-    who = Who(last.name, last.uid)
-    yield from read(who)  # never run another training of the same name
+    ref = TrainingRef(last.name, last.uid)
+    yield from read(ref)  # never run another training of the same name
     body = encode({name: value for name, value in changes.items() if value is not None})
-    effect = Send("POST", f"{who.path}/rerun", body=body, headers={"Idempotency-Key": key})
-    return answered((yield from send(effect)), Training)
+    effect = Send("POST", f"{ref.path}/rerun", body=body, headers={"Idempotency-Key": key})
+    return decode_answer((yield from send(effect)), Training)
 
 
-def cancel(who: Who) -> Flow[Training | None]:
+def cancel(ref: TrainingRef) -> Flow[Training | None]:
     """Asks to cancel. Returns None if the training no longer exists."""
     try:
-        yield from read(who)  # never cancel another training of the same name
-        return answered((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
+        yield from read(ref)  # never cancel another training of the same name
+        return decode_answer((yield from send(Send("POST", f"{ref.path}/cancel"))), Training)
     except NotFound:
         return None
 
 
 def delete(
-    who: Who, timeout: float, *, on_read: OnRead = ignore, clock: Clock = time.monotonic
+    ref: TrainingRef, timeout: float, *, on_read: OnRead = ignore, clock: Clock = time.monotonic
 ) -> Flow[None]:
     """Asks to delete, then waits up to `timeout` until the record is gone. Gone is success."""
     deadline = clock() + min(timeout, FOREVER_S)
     try:
-        training = yield from read(who, clock=clock)
-        yield from send(Send("DELETE", who.path), clock=clock)
+        training = yield from read(ref, clock=clock)
+        yield from send(Send("DELETE", ref.path), clock=clock)
         while (left_s := deadline - clock()) > 0:
-            training = yield from _next(who, training, left_s, clock=clock)
+            training = yield from _next(ref, training, left_s, clock=clock)
             on_read(training)
             if kind := executor_problem(training):
                 why = "is not configured" if kind == EXECUTOR_MISSING else "cannot be reached"
                 raise Temporary(
-                    f"{who.name!r} is not removed yet: its executor {training.executor!r} {why}, "
+                    f"{ref.name!r} is not removed yet: its executor {training.executor!r} {why}, "
                     "and only that executor can stop its ranks; the training is removed once it "
                     "is back"
                 )
@@ -242,17 +251,17 @@ def delete(
     if timeout > 0:
         alive = [r.rank for r in training.status.ranks if r.is_alive]
         ranks = f": still being stopped: {describe_ranks(alive)}" if alive else ""
-        raise Temporary(f"{who.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
+        raise Temporary(f"{ref.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
 
 
-def events(who: Who, since: float | None) -> Flow[list[Event]]:
-    effect = Send("GET", f"{who.path}/events", {"since": since, "uid": who.uid})
-    return answered((yield from send(effect)), EventPage).items
+def events(ref: TrainingRef, since: float | None) -> Flow[list[Event]]:
+    effect = Send("GET", f"{ref.path}/events", {"since": since, "uid": ref.uid})
+    return decode_answer((yield from send(effect)), EventPage).items
 
 
-def attempts(who: Who, rank: int | None) -> Flow[list[AttemptStatus]]:
-    effect = Send("GET", f"{who.path}/attempts", {"rank": rank, "uid": who.uid})
-    return answered((yield from send(effect)), AttemptList).items
+def attempts(ref: TrainingRef, rank: int | None) -> Flow[list[AttemptStatus]]:
+    effect = Send("GET", f"{ref.path}/attempts", {"rank": rank, "uid": ref.uid})
+    return decode_answer((yield from send(effect)), AttemptList).items
 
 
 class ResultAnswer(Model, frozen=True):
@@ -264,12 +273,12 @@ class ResultAnswer(Model, frozen=True):
     error: str | None = None
 
 
-def result(who: Who, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
+def result(ref: TrainingRef, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
     """What the rank returned or set last; None if that is nothing. Raises ResultError with the
     reason if it cannot be read, and for a pickle that is not allowed."""
-    effect = Send("GET", f"{who.path}/result", {"rank": rank, "uid": who.uid})
+    effect = Send("GET", f"{ref.path}/result", {"rank": rank, "uid": ref.uid})
     try:
-        answer = answered((yield from send(effect)), ResultAnswer)
+        answer = decode_answer((yield from send(effect)), ResultAnswer)
     except NotFound as error:
         if error.kind == "training":
             raise
@@ -286,10 +295,12 @@ def result(who: Who, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
     return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
-def metrics(who: Who, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:
+def metrics(ref: TrainingRef, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:
     """What the ranks reported under these names, or under all."""
-    query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
-    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), MetricSeriesList)
+    query = {"name": list(names) or None, "rank": rank, "uid": ref.uid}
+    return decode_answer(
+        (yield from send(Send("GET", f"{ref.path}/metrics", query))), MetricSeriesList
+    )
 
 
 def newest_metrics(
@@ -297,10 +308,10 @@ def newest_metrics(
 ) -> Flow[LatestMetricList]:
     """What these trainings, or all, reported last."""
     query = {"name": list(names), "training": list(trainings) or None, "ranks": ranks or None}
-    return answered((yield from send(Send("GET", "/v1/metrics", query))), LatestMetricList)
+    return decode_answer((yield from send(Send("GET", "/v1/metrics", query))), LatestMetricList)
 
 
-def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
+def rounds(ref: TrainingRef, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
     """All of them, page by page from the newest."""
     pages: list[RoundList] = []
     while True:
@@ -310,9 +321,9 @@ def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[R
             "limit": ROUNDS_A_PAGE,
             "costs": "true" if has_costs else None,
             "run": pages[0].summary.run if pages and pages[0].summary else None,
-            "uid": who.uid,
+            "uid": ref.uid,
         }
-        page = answered((yield from send(Send("GET", f"{who.path}/rounds", query))), RoundList)
+        page = decode_answer((yield from send(Send("GET", f"{ref.path}/rounds", query))), RoundList)
         pages.append(page)
         oldest = page.items[0].round if page.items else 0
         if len(page.items) < ROUNDS_A_PAGE or oldest <= first:
@@ -337,72 +348,72 @@ class EndedSessions(Model, frozen=True):
 
 
 def ui_code() -> Flow[UiCode]:
-    return answered((yield from send(Send("POST", "/ui/codes"))), UiCode)
+    return decode_answer((yield from send(Send("POST", "/ui/codes"))), UiCode)
 
 
 def end_sessions() -> Flow[EndedSessions]:
-    return answered((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
+    return decode_answer((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
 
 
-def stats(who: Who) -> Flow[TrainingStats]:
-    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
-    return answered((yield from send(effect)), TrainingStats)
+def stats(ref: TrainingRef) -> Flow[TrainingStats]:
+    effect = Send("GET", f"{ref.path}/stats", {"uid": ref.uid})
+    return decode_answer((yield from send(effect)), TrainingStats)
 
 
 def wait(
-    who: Who,
+    ref: TrainingRef,
     timeout: float | None,
     *,
-    settle: Settle[T],
+    until: Until[T],
     needed: Callable[[Training], int],
     at_entry: OnRead = ignore,
     on_read: OnRead = ignore,
     clock: Clock = time.monotonic,
 ) -> Flow[T]:
-    """The result of `settle`, once it has one; an error if the training fails before that.
+    """The result of `until`, once it has one; an error if the training fails before that.
 
     `timeout=0` reads once. `at_entry` sees the first state, unless the server cannot be reached
     then; `on_read` sees every state. A last read follows the deadline.
     """
 
-    def settle_or_raise(training: Training) -> T | None:
-        answer = settle(training)
+    def until_or_raise(training: Training) -> T | None:
+        answer = until(training)
         if answer is None:
-            _raise_if_lost(training, needed(training), timeout)
+            _raise_if_failed(training, needed(training), timeout)
         return answer
 
     deadline = inf if timeout is None else clock() + min(timeout, FOREVER_S)
     try:
-        training = yield from read(who, patience_s=0, clock=clock)
+        training = yield from read(ref, patience_s=0, clock=clock)
         on_read(training)
         at_entry(training)
     except Temporary:
         if deadline - clock() <= 0:
             raise
-        training = yield from read(who, patience_s=deadline - clock(), clock=clock)
+        training = yield from read(ref, patience_s=deadline - clock(), clock=clock)
     while True:
         on_read(training)
-        answer = settle_or_raise(training)
+        answer = until_or_raise(training)
         if answer is not None:
             return answer
         left_s = deadline - clock()
         if left_s <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
-                _late(training, timeout or 0.0),
+                _describe_timeout(training, timeout or 0.0),
                 ready=ready,
                 required_min=needed(training),
                 timeout=timeout,
                 rank_exits=training.status.rank_exits,
             )
-        training = yield from _next(who, training, left_s, settle_or_raise, clock=clock)
+        training = yield from _next(ref, training, left_s, until_or_raise, clock=clock)
 
 
 def _next(
-    who: Who,
+    ref: TrainingRef,
     training: Training,
     left_s: float,
-    settle: Settle[T] = ignore,
+    until: Until[T] = ignore,
     *,
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
@@ -414,18 +425,18 @@ def _next(
     retry = new_retry(left_s, clock)
     while True:
         watch_s = inf if deadline == inf else min(deadline - clock(), WATCH_S)
-        change = yield NextChange(who.path, training.resource_version, watch_s)
+        change = yield NextChange(ref.path, training.resource_version, watch_s)
         if change is not None:
-            if change.training.uid != who.uid:
-                raise NotFound("training", who.name)
-            if change.is_removed and settle(change.training) is None:
-                raise NotFound("training", who.name)
+            if change.training.uid != ref.uid:
+                raise NotFound("training", ref.name)
+            if change.is_removed and until(change.training) is None:
+                raise NotFound("training", ref.name)
             return change.training  # type: ignore[no-any-return]
         patience_s = max(0.0, deadline - clock())
         # A silent connection must not hold a wait much longer than its timeout.
         answer_s = min(max(patience_s, LAST_READ_S), READ_S)
         try:
-            newest = yield from read(who, patience_s=patience_s, answer_s=answer_s, clock=clock)
+            newest = yield from read(ref, patience_s=patience_s, answer_s=answer_s, clock=clock)
         except Temporary:
             return training
         if newest.resource_version != training.resource_version or clock() >= deadline:
@@ -434,7 +445,7 @@ def _next(
         yield Pause(retry.pause_s() or 0.0)
 
 
-def _late(training: Training, timeout: float) -> str:
+def _describe_timeout(training: Training, timeout: float) -> str:
     status, size = training.status, training.spec.world_size
     text = f"training {training.name!r}: {status.world.ready} of {size.target} ranks"
     text += f" ready after {timeout:g} s (min {size.min}, "
@@ -448,18 +459,18 @@ def _late(training: Training, timeout: float) -> str:
 def _has_min(training: Training) -> WorldStatus | None:
     world = training.world
     is_there = world.ready >= world.min and not _is_ending(training)
-    return world if _is_won(training) or is_there else None
+    return world if _has_succeeded(training) or is_there else None
 
 
 def _has_target(training: Training) -> WorldStatus | None:
     world = training.world
     is_fresh = training.status.observed_generation >= training.generation
     is_there = is_fresh and world.ready >= world.target and not training.has_surplus
-    return world if _is_won(training) or (is_there and not _is_ending(training)) else None
+    return world if _has_succeeded(training) or (is_there and not _is_ending(training)) else None
 
 
-def _ended(training: Training) -> WorldStatus | None:
-    return training.world if _is_won(training) else None
+def _success(training: Training) -> WorldStatus | None:
+    return training.world if _has_succeeded(training) else None
 
 
 def _refuse_if_over(training: Training) -> None:
@@ -473,7 +484,7 @@ def check_success(training: Training, timeout: float | None) -> WorldStatus:
 
     Raises BelowMinimumWorld if it did not succeed.
     """
-    _raise_if_lost(training, _min(training), timeout)
+    _raise_if_failed(training, _min(training), timeout)
     return training.world
 
 
@@ -490,11 +501,11 @@ def _is_ending(training: Training) -> bool:
     return training.status.phase.is_terminal or training.is_cancelling
 
 
-def _is_won(training: Training) -> bool:
+def _has_succeeded(training: Training) -> bool:
     return training.status.phase is Phase.SUCCEEDED
 
 
-def _raise_if_lost(training: Training, required: int, timeout: float | None) -> None:
+def _raise_if_failed(training: Training, required: int, timeout: float | None) -> None:
     status = training.status
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
@@ -507,7 +518,7 @@ def _raise_if_lost(training: Training, required: int, timeout: float | None) -> 
     )
 
 
-wait_until_min_world = partial(wait, settle=_has_min, needed=_min)
-wait_until_target_world = partial(wait, settle=_has_target, needed=_target)
-wait_until_complete = partial(wait, settle=_ended, needed=_min, at_entry=_refuse_if_over)
-wait_until_end = partial(wait, settle=_ended, needed=_min)
+wait_until_min_world = partial(wait, until=_has_min, needed=_min)
+wait_until_target_world = partial(wait, until=_has_target, needed=_target)
+wait_until_complete = partial(wait, until=_success, needed=_min, at_entry=_refuse_if_over)
+wait_until_end = partial(wait, until=_success, needed=_min)

@@ -38,16 +38,16 @@ class LocalAnswer:
     def __init__(self, connection: socket.socket, file: BufferedReader) -> None:
         self.socket = connection
         self._file = file
-        version, _, rest = self._line().partition(b" ")
-        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+        version, _, remainder = self._line().partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not remainder[:3].isdigit():
             raise Broken(f"not an HTTP answer: {version[:40]!r}")
-        self.status_code = int(rest[:3])
+        self.status_code = int(remainder[:3])
         self.headers: dict[str, str] = {}  # by their names in lower case
         while line := self._line():
             name, _, value = line.decode("latin-1").partition(":")
             self.headers[name.lower()] = value.strip()
-        self.is_kept = self.headers.get("connection", "").lower() != "close"
-        self.is_whole = False  # read to its end, so that the next one may follow
+        self.is_reusable = self.headers.get("connection", "").lower() != "close"
+        self.is_complete = False  # read to its end, so that the next one may follow
 
     def _line(self) -> bytes:
         line = self._file.readline(MAX_LINE)
@@ -64,7 +64,7 @@ class LocalAnswer:
                 pass
         elif self.status_code != 204:
             yield from self._pieces(self._size(self.headers.get("content-length", ""), 10))
-        self.is_whole = True
+        self.is_complete = True
 
     def _size(self, text: str, base: int) -> int:
         try:
@@ -112,22 +112,22 @@ class LocalClient:
         lengths = {"Content-Length": str(len(content))} if content or method == "POST" else {}
         head = _head(method, url, params, {**self._headers, **(headers or {}), **lengths})
         connection = self._connected(connect_s, wait_s)
-        is_kept = False
+        is_reusable = False
         try:
             with connection.makefile("rb") as file:
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(head + content)  # if it is refused, the answer says why
                 answer = LocalAnswer(connection, file)
                 yield answer
-            is_kept = answer.is_whole and answer.is_kept
+            is_reusable = answer.is_complete and answer.is_reusable
         finally:
-            if is_kept:
+            if is_reusable:
                 self._idle.append((time.monotonic(), connection))
             else:
                 connection.close()
 
     def _connected(self, connect_s: float, wait_s: float) -> socket.socket:
-        connection = self._kept()
+        connection = self._idle_connection()
         if connection is None:
             try:
                 connection = plane_socket.connect(self._directory, connect_s)
@@ -138,7 +138,7 @@ class LocalClient:
         connection.settimeout(wait_s)
         return connection
 
-    def _kept(self) -> socket.socket | None:
+    def _idle_connection(self) -> socket.socket | None:
         while True:
             try:
                 since, connection = self._idle.pop()

@@ -30,13 +30,13 @@ class LocalTransport(httpx2.AsyncHTTPTransport):
         super().__init__(uds=f"/proc/self/fd/{file}/{SOCKET}", limits=limits)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        request.extensions = {**request.extensions, "trace": self._look}
+        request.extensions = {**request.extensions, "trace": self._check_peer}
         try:
             return await super().handle_async_request(request)
         except httpx2.ConnectError as error:
             raise Unreachable(unreachable(self._directory, _cause(error))) from error
 
-    async def _look(self, event: str, info: dict[str, Any]) -> None:
+    async def _check_peer(self, event: str, info: dict[str, Any]) -> None:
         """httpcore tells of a new connection before it uses it."""
         if event == CONNECTED:
             stream = info["return_value"]

@@ -12,10 +12,9 @@ import msgspec
 from atoll.core.errors import Temporary
 from atoll.core.lines import alines_of, lines_of
 from atoll.core.status import LogLine
-from atoll.sdk.effects import Send
-from atoll.sdk.flows import Who
-from atoll.sdk.requests import accepted
-from atoll.sdk.wire import Wire, reply, stream_request, translated
+from atoll.sdk.effects import Send, check_reply
+from atoll.sdk.flows import TrainingRef
+from atoll.sdk.wire import Wire, reply, stream_request, translate_errors
 
 RETRY_S = 0.2
 PATIENCE_S = 60.0
@@ -29,22 +28,22 @@ class LogPosition:
 
     def __init__(
         self,
-        who: Who,
+        ref: TrainingRef,
         ranks: Sequence[int] | None,
         tail: int | None,
         follow: bool,
-        chosen: Mapping[str, Any] | None = None,
+        filters: Mapping[str, Any] | None = None,
     ) -> None:
-        self._path = f"{who.path}/logs"
-        self._uid = who.uid
+        self._path = f"{ref.path}/logs"
+        self._uid = ref.uid
         self._ranks = list(ranks or ())
         self.is_empty = ranks is not None and not self._ranks
         self._tail = tail
         self._follow = follow
-        self._chosen = dict(chosen or {})  # further options: since, search
+        self._filters = dict(filters or {})  # further options: since, search
         self._offsets: dict[int, int] | None = None
-        self._given: Counter[int] = Counter()
-        self._passed: Counter[int] = Counter()
+        self._yielded: Counter[int] = Counter()
+        self._read: Counter[int] = Counter()
         self._lost_at: float | None = None
 
     @property
@@ -53,7 +52,7 @@ class LogPosition:
             "rank": self._ranks,
             "follow": self._follow or None,
             "uid": self._uid,
-            **self._chosen,
+            **self._filters,
         }
         if self._offsets is None:
             query["tail"] = self._tail
@@ -66,30 +65,30 @@ class LogPosition:
         self._lost_at = None  # whoever says something, be it a heartbeat, is there
         if not raw:
             return None
-        found: dict[str, Any] = msgspec.json.decode(raw)
-        if found.get("cut"):
+        message: dict[str, Any] = msgspec.json.decode(raw)
+        if message.get("cut"):
             raise Temporary("the server went away while its log was read")
-        if "offsets" in found:
-            self._offsets = {int(rank): at for rank, at in found["offsets"].items()}
+        if "offsets" in message:
+            self._offsets = {int(rank): at for rank, at in message["offsets"].items()}
             return None
-        line = LogLine(rank=found["rank"], text=found["text"], time=found.get("time"))
-        if "at" in found:
+        line = LogLine(rank=message["rank"], text=message["text"], time=message.get("time"))
+        if "at" in message:
             self._offsets = {} if self._offsets is None else self._offsets
-            self._offsets[line.rank] = found["at"]
+            self._offsets[line.rank] = message["at"]
             return line
-        self._passed[line.rank] += 1
-        if self._passed[line.rank] <= self._given[line.rank]:
+        self._read[line.rank] += 1
+        if self._read[line.rank] <= self._yielded[line.rank]:
             return None
-        self._given[line.rank] += 1
+        self._yielded[line.rank] += 1
         return line
 
     def lost(self, error: Temporary) -> None:
         """The connection broke: go on where it did, or give up."""
-        self._passed.clear()
+        self._read.clear()
         now = time.monotonic()
         self._lost_at = self._lost_at or now
         # Counted lines say nothing of where a tail began.
-        is_placed = self._tail is None or self._offsets is not None or not self._given
+        is_placed = self._tail is None or self._offsets is not None or not self._yielded
         if not self._follow or not is_placed or now - self._lost_at > PATIENCE_S:
             raise error
 
@@ -97,10 +96,10 @@ class LogPosition:
 def lines(wire: Wire, position: LogPosition) -> Iterator[LogLine]:
     while not position.is_empty:
         try:
-            with translated(wire.endpoint):
+            with translate_errors(wire.endpoint):
                 with wire.client().stream(**position.request) as response:
                     if response.status_code != 200:
-                        accepted(reply(response, response.read()))
+                        check_reply(reply(response, response.read()))
                     for raw in lines_of(response.iter_bytes()):
                         line = position.new(raw)
                         if line is not None:
@@ -116,11 +115,11 @@ async def alines(wire: Wire, position: LogPosition) -> AsyncIterator[LogLine]:
 
     while not position.is_empty:
         try:
-            with translated(wire.endpoint):
+            with translate_errors(wire.endpoint):
                 client = await asyncio.to_thread(wire.async_client)
                 async with client, client.stream(**position.request) as response:
                     if response.status_code != 200:
-                        accepted(reply(response, await response.aread()))
+                        check_reply(reply(response, await response.aread()))
                     async for raw in alines_of(response.aiter_bytes()):
                         line = position.new(raw)
                         if line is not None:

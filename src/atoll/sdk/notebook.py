@@ -98,7 +98,7 @@ def _in_notebook(display: Any) -> Show:
         note = f"<p><i>{text(remark)}</i></p>" if remark else ""
         bundle = {
             "text/html": note + training_html(training, newest_metrics),
-            "text/plain": " ".join(filter(None, (words_of(training), remark))),
+            "text/plain": " ".join(filter(None, (describe_training(training), remark))),
         }
         with lock:
             if handle:
@@ -113,16 +113,16 @@ def _as_text() -> Show:
     last = [""]
 
     def draw(training: Training, newest_metrics: Sequence[LatestMetric], remark: str) -> None:
-        words = " ".join(filter(None, (words_of(training), escape_control(remark))))
-        if words != last[0]:
-            last[0] = words
-            sys.stdout.write(f"{words}\n")
+        line = " ".join(filter(None, (describe_training(training), escape_control(remark))))
+        if line != last[0]:
+            last[0] = line
+            sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
 
     return draw
 
 
-def words_of(training: Training) -> str:
+def describe_training(training: Training) -> str:
     status = training.status
     if status.phase.is_terminal:
         return escape_control(describe_end(training))

@@ -152,8 +152,8 @@ def pack_of(spec: TrainingSpec, options: Mapping[str, Any]) -> Pack | None:
             return None  # of one's own control plane, whose ranks run here by default
         import logging
 
-        words = "no code is sent: %s; working_dir names another directory, code=False none"
-        logging.getLogger(__name__).warning(words, why)
+        message = "no code is sent: %s; working_dir names another directory, code=False none"
+        logging.getLogger(__name__).warning(message, why)
         return None
     if spec.source is None:
         folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)

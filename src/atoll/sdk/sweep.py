@@ -24,8 +24,7 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
 from atoll.sdk.columns import ColumnTable
-from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.requests import answered, send
+from atoll.sdk.effects import Flow, NextChange, Pause, Send, decode_answer, send
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_TRAININGS = 100_000
 MAX_AT_ONCE = 10_000
-LOOK_AGAIN_S = 0.5
+RELIST_S = 0.5
 DELETE_S = 60.0
 _DIGEST = 10  # characters of it in a name
 MAX_IN_NAME = 63 - 1 - _DIGEST
@@ -104,13 +103,13 @@ class Sweep(Sequence[SweepRow]):
 
     def __str__(self) -> str:
         columns = self.table()
-        shown = {
+        texts = {
             name: [name, *(_cell(value) for value in column)]
             for name, column in columns.items()
             if name not in ("result", "error") or any(value for value in column)
         }
-        widths = [max(map(len, cells)) for cells in shown.values()]
-        lines = zip(*shown.values(), strict=True)
+        widths = [max(map(len, cells)) for cells in texts.values()]
+        lines = zip(*texts.values(), strict=True)
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
@@ -143,15 +142,15 @@ def jobs_of(
             raise ValidationError("name", name, f"expected at most {MAX_IN_NAME} characters")
     stem, code = name or label_of(function), _code(function)
     jobs, names = [], set()
-    for at, given in enumerate(listed):
-        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-            raise ValidationError(f"settings[{at}]", given, "expected a dict of arguments")
-        check_arguments(function, given, f"settings[{at}]")
+    for at, setting in enumerate(listed):
+        if not isinstance(setting, Mapping) or not all(isinstance(key, str) for key in setting):
+            raise ValidationError(f"settings[{at}]", setting, "expected a dict of arguments")
+        check_arguments(function, setting, f"settings[{at}]")
         again = 0  # a setting that is listed twice runs twice
-        while (one := f"{stem}-{_digest(code, given, again)}") in names:
+        while (one := f"{stem}-{_digest(code, setting, again)}") in names:
             again += 1
         names.add(one)
-        jobs.append(Job(at, one, dict(given)))
+        jobs.append(Job(at, one, dict(setting)))
     return jobs
 
 
@@ -203,8 +202,10 @@ def check_arguments(
             inspect.Parameter.VAR_KEYWORD,
         ):
             continue
-        accepted: Any = (int, float) if kind is float else kind
-        is_fitting = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+        check_reply: Any = (int, float) if kind is float else kind
+        is_fitting = isinstance(value, check_reply) and (
+            kind is bool or not isinstance(value, bool)
+        )
         if not is_fitting and value is not signature.parameters[name].default:
             raise ValidationError(f"{field}.{name}", value, f"expected {kind.__name__}")
 
@@ -246,9 +247,9 @@ class SweepRun:
                 continue
             change = yield NextChange(flows.ALL, version, flows.WATCH_S)
             if change is None:
-                yield Pause(LOOK_AGAIN_S)
+                yield Pause(RELIST_S)
                 version = yield from _version()
-                yield from self._look()
+                yield from self._relist()
             elif change.training.uid in self._running:
                 job, _ = self._running[change.training.uid]
                 self._take(job, change.training, is_removed=change.is_removed)
@@ -257,7 +258,7 @@ class SweepRun:
             rows.append((yield from self._row(job)))
         return Sweep(rows)
 
-    def tell_interrupted(self) -> None:
+    def print_interrupted(self) -> None:
         """What an interrupted call leaves, in one line on stderr."""
         sys.stderr.write(
             f"atoll: interrupted with {len(self._ended)} of {len(self._jobs)} done; "
@@ -267,10 +268,10 @@ class SweepRun:
     def _begin(self, job: Job) -> Flow[Training]:
         """The training of the job: a new one, or the one that an earlier call began and that has
         not failed."""
-        from atoll.sdk.config import stated_training
+        from atoll.sdk.config import resolve_training
 
         call = functools.partial(self._function, **job.arguments)
-        spec, pack = stated_training(job.name, {**self._options, "source": call})
+        spec, pack = resolve_training(job.name, {**self._options, "source": call})
         shared = self._shared(spec)
         while True:
             try:
@@ -282,7 +283,7 @@ class SweepRun:
                     continue
             if known.status.phase not in (Phase.FAILED, Phase.CANCELLED):
                 return known
-            yield from flows.delete(flows.Who(known.name, known.uid), DELETE_S)
+            yield from flows.delete(flows.TrainingRef(known.name, known.uid), DELETE_S)
 
     def _take(self, job: Job, training: Training, *, is_removed: bool = False) -> None:
         if training.status.phase.is_terminal or is_removed:
@@ -291,11 +292,11 @@ class SweepRun:
         else:
             self._running[training.uid] = (job, training)
 
-    def _look(self) -> Flow[None]:
+    def _relist(self) -> Flow[None]:
         """Reads what runs: changes may have been missed."""
         for job, known in list(self._running.values()):
             try:
-                newest = yield from flows.read(flows.Who(known.name, known.uid))
+                newest = yield from flows.read(flows.TrainingRef(known.name, known.uid))
             except NotFound:
                 self._take(job, known, is_removed=True)
             else:
@@ -309,7 +310,7 @@ class SweepRun:
         if training.status.phase is not Phase.SUCCEEDED:
             ending = describe_end(training) if training.status.phase.is_terminal else "removed"
             return SweepRow(job.arguments, None, ending, handle)
-        who = flows.Who(training.name, training.uid)
+        who = flows.TrainingRef(training.name, training.uid)
         try:
             result = yield from flows.result(who, 0, allow_pickle=self._allow_pickle)
         except AtollError as error:
@@ -318,5 +319,5 @@ class SweepRun:
 
 
 def _version() -> Flow[int]:
-    page = answered((yield from send(Send("GET", flows.ALL, {"limit": 1}))), TrainingList)
+    page = decode_answer((yield from send(Send("GET", flows.ALL, {"limit": 1}))), TrainingList)
     return page.resource_version

@@ -34,7 +34,7 @@ from atoll.core.status import (
 from atoll.sdk import flows, logs
 from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
-from atoll.sdk.flows import Who
+from atoll.sdk.flows import TrainingRef
 from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
 
@@ -57,7 +57,7 @@ class DistributedTraining:
 
     def __init__(self, client: Client, training: Training) -> None:
         self._client = client
-        self._who = Who(training.name, training.uid)
+        self._ref = TrainingRef(training.name, training.uid)
         self._is_deleted = False
         self._keep(training)
 
@@ -88,11 +88,11 @@ class DistributedTraining:
 
     @property
     def name(self) -> str:
-        return self._who.name
+        return self._ref.name
 
     @property
     def uid(self) -> str:
-        return self._who.uid
+        return self._ref.uid
 
     @property
     def spec(self) -> TrainingSpec:
@@ -153,10 +153,10 @@ class DistributedTraining:
 
     def refresh(self) -> Training:
         """Read the training from the server, for all properties, and return it."""
-        return self._keep(self._run(flows.read(self._who)))
+        return self._keep(self._run(flows.read(self._ref)))
 
     async def refresh_async(self) -> Training:
-        return self._keep(await self._arun(flows.read(self._who)))
+        return self._keep(await self._arun(flows.read(self._ref)))
 
     def scale(self, target: int) -> WorldStatus:
         """Ask for `target` ranks and return at once; `wait_until_target_world` blocks.
@@ -171,17 +171,17 @@ class DistributedTraining:
 
     def wait_until_min_world(self, timeout: float | None = 600) -> WorldStatus:
         """Returns when `ready >= min`. Raises BelowMinimumWorld at once if the training failed."""
-        return self._run(self._watched(flows.wait_until_min_world, timeout))
+        return self._run(self._wait(flows.wait_until_min_world, timeout))
 
     async def wait_until_min_world_async(self, timeout: float | None = 600) -> WorldStatus:
-        return await self._arun(self._watched(flows.wait_until_min_world, timeout))
+        return await self._arun(self._wait(flows.wait_until_min_world, timeout))
 
     def wait_until_target_world(self, timeout: float | None = 600) -> WorldStatus:
         """Returns when the controller has seen the newest target and its ranks are ready."""
-        return self._run(self._watched(flows.wait_until_target_world, timeout))
+        return self._run(self._wait(flows.wait_until_target_world, timeout))
 
     async def wait_until_target_world_async(self, timeout: float | None = 600) -> WorldStatus:
-        return await self._arun(self._watched(flows.wait_until_target_world, timeout))
+        return await self._arun(self._wait(flows.wait_until_target_world, timeout))
 
     def wait_until_complete(self, timeout: float | None = 1800) -> WorldStatus:
         """Wait for the training to succeed and return its final world.
@@ -189,10 +189,10 @@ class DistributedTraining:
         Raises BelowMinimumWorld if it fails or `timeout` passes, and UDTerminalState if it was
         over before the call. `result` has the same answer before, during and after the end.
         """
-        return self._run(self._watched(flows.wait_until_complete, timeout))
+        return self._run(self._wait(flows.wait_until_complete, timeout))
 
     async def wait_until_complete_async(self, timeout: float | None = 1800) -> WorldStatus:
-        return await self._arun(self._watched(flows.wait_until_complete, timeout))
+        return await self._arun(self._wait(flows.wait_until_complete, timeout))
 
     def result(self, timeout: float | None = None, *, allow_pickle: bool = False) -> Any:
         """Wait for the end and return what the function returned on rank 0, or what its program
@@ -281,11 +281,11 @@ class DistributedTraining:
 
     def cancel(self) -> None:
         """Asks to stop the ranks and keeps the record. Does nothing if the training is over."""
-        training = self._run(flows.cancel(self._who))
+        training = self._run(flows.cancel(self._ref))
         self._keep(training or self.last)
 
     async def cancel_async(self) -> None:
-        training = await self._arun(flows.cancel(self._who))
+        training = await self._arun(flows.cancel(self._ref))
         self._keep(training or self.last)
 
     def delete(self, timeout: float = DELETE_S) -> None:
@@ -293,12 +293,12 @@ class DistributedTraining:
         is not after `timeout`: it goes on being removed. With `timeout=0` it only asks."""
         check_timeout(timeout)
         self._is_deleted = True
-        self._run(flows.delete(self._who, timeout, on_read=self._keep))
+        self._run(flows.delete(self._ref, timeout, on_read=self._keep))
 
     async def delete_async(self, timeout: float = DELETE_S) -> None:
         check_timeout(timeout)
         self._is_deleted = True
-        await self._arun(flows.delete(self._who, timeout, on_read=self._keep))
+        await self._arun(flows.delete(self._ref, timeout, on_read=self._keep))
 
     @overload
     def logs(
@@ -381,17 +381,17 @@ class DistributedTraining:
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, LogPosition(self._who, ranks, None, True))
+        return logs.lines(self._client.wire, LogPosition(self._ref, ranks, None, True))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, LogPosition(self._who, ranks, None, True))
+        return logs.alines(self._client.wire, LogPosition(self._ref, ranks, None, True))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
-        return self._run(flows.events(self._who, _seconds(since)))
+        return self._run(flows.events(self._ref, _seconds(since)))
 
     async def events_async(self, since: float | datetime | None = None) -> list[Event]:
-        return await self._arun(flows.events(self._who, _seconds(since)))
+        return await self._arun(flows.events(self._ref, _seconds(since)))
 
     def attempts(self, rank: int | None = None) -> list[AttemptStatus]:
         """Each start of each rank's process, and how it ended, in order of rank: the newest attempt
@@ -404,10 +404,10 @@ class DistributedTraining:
     def stats(self) -> TrainingStats:
         """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
         GPU-seconds used so far, which stand still once the ranks have stopped."""
-        return self._run(flows.stats(self._who))
+        return self._run(flows.stats(self._ref))
 
     async def stats_async(self) -> TrainingStats:
-        return await self._arun(flows.stats(self._who))
+        return await self._arun(flows.stats(self._ref))
 
     def __enter__(self) -> DistributedTraining:
         return self
@@ -418,7 +418,7 @@ class DistributedTraining:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _unmasked(error):
+        with _keep_error(error):
             self.delete()
 
     async def __aenter__(self) -> DistributedTraining:
@@ -430,7 +430,7 @@ class DistributedTraining:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _unmasked(error):
+        with _keep_error(error):
             await self.delete_async()
 
     def _run(self, flow: Flow[T]) -> T:
@@ -454,24 +454,24 @@ class DistributedTraining:
         self.last, self._read_at = training, time.monotonic()
         return training
 
-    def _watched(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
+    def _wait(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
         if timeout is not None:
             check_timeout(timeout)
-        return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
+        return flow(self._ref, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
     def _result(self, timeout: float | None, allow_pickle: bool) -> Flow[Any]:
         yield from self._wait_until_end(timeout)
-        return (yield from flows.result(self._who, 0, allow_pickle=allow_pickle))
+        return (yield from flows.result(self._ref, 0, allow_pickle=allow_pickle))
 
     def _results(self, timeout: float | None, allow_pickle: bool) -> Flow[list[Any]]:
         yield from self._wait_until_end(timeout)
         results = []
         for rank in range(self.last.spec.world_size.target):
-            results.append((yield from flows.result(self._who, rank, allow_pickle=allow_pickle)))
+            results.append((yield from flows.result(self._ref, rank, allow_pickle=allow_pickle)))
         return results
 
     def _wait_until_end(self, timeout: float | None) -> Flow[WorldStatus]:
-        wait = self._watched(flows.wait_until_end, timeout)
+        wait = self._wait(flows.wait_until_end, timeout)
         if self.last.status.phase.is_terminal:
             return flows.check_success(self.last, timeout)
         return (yield from wait)
@@ -496,26 +496,26 @@ class DistributedTraining:
             "name": name,
             "worldSize": size,
             "env": variables or None,
-            "args": None if args is None else [str(word) for word in args],
+            "args": None if args is None else [str(argument) for argument in args],
         }
         return flows.rerun(self.last, changes, uuid.uuid4().hex)
 
     def _attempts(self, rank: int | None) -> Flow[list[AttemptStatus]]:
         check_as("rank", rank, RankNumber | None)
-        return flows.attempts(self._who, rank)
+        return flows.attempts(self._ref, rank)
 
     def _metrics(
         self, names: str | Sequence[str] | None, rank: int | None
     ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
         listed = [names] if isinstance(names, str) else list(names or ())
-        return flows.metrics(self._who, listed, rank)
+        return flows.metrics(self._ref, listed, rank)
 
     def _rounds(self, first: int, last: int | None, costs: bool) -> Flow[RoundList]:
         check_int("first", first, 0, 10**9)
         if last is not None:
             check_int("last", last, 0, 10**9)
-        return flows.rounds(self._who, first, last, has_costs=costs)
+        return flows.rounds(self._ref, first, last, has_costs=costs)
 
     def _position(
         self,
@@ -530,10 +530,10 @@ class DistributedTraining:
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
             raise ValidationError("search", search, "expected a text of one line")
-        chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
+        filters: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
         if search is not None:
-            chosen |= {"search": search, "ignoreCase": ignore_case or None}
-        return LogPosition(self._who, None if rank is None else [rank], tail, follow, chosen)
+            filters |= {"search": search, "ignoreCase": ignore_case or None}
+        return LogPosition(self._ref, None if rank is None else [rank], tail, follow, filters)
 
 
 def _seconds(since: float | datetime | None) -> float | None:
@@ -541,7 +541,7 @@ def _seconds(since: float | datetime | None) -> float | None:
 
 
 @contextlib.contextmanager
-def _unmasked(error: BaseException | None) -> Iterator[None]:
+def _keep_error(error: BaseException | None) -> Iterator[None]:
     """Raises a failed clean-up, or adds it as a note to the error that is already raised."""
     try:
         yield

@@ -22,13 +22,13 @@ from atoll.core.ports import Change
 from atoll.core.problem import Problem
 from atoll.core.spec import Code
 from atoll.core.status import Training
-from atoll.sdk.effects import Effect, NextChange, Pack, Pause, Reply, Send
+from atoll.sdk.effects import HEADER, Effect, NextChange, Pack, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
 from atoll.sdk.local_http import LocalAnswer, LocalClient, Unreachable
-from atoll.sdk.release import HEADER
-from atoll.sdk.trust import distrust, trust
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx2
 
     # Clients for blocking requests. httpx2 is imported only for control planes with a URL.
@@ -40,11 +40,11 @@ class Parser:
     """Parses server-sent events. Raises Temporary when the server ends the stream with an error."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
 
     def feed(self, chunk: bytes) -> Iterator[Change]:
-        *whole, self._rest = (self._rest + chunk).split(b"\n\n")
-        for block in whole:
+        *blocks, self._buffer = (self._buffer + chunk).split(b"\n\n")
+        for block in blocks:
             change = _change(block)
             if change is not None:
                 yield change
@@ -124,7 +124,7 @@ class Performer:
             return packed(effect)
         if isinstance(effect, Pause):
             return time.sleep(effect.seconds)
-        with translated(self._wire.endpoint):
+        with translate_errors(self._wire.endpoint):
             if isinstance(effect, Send):
                 return self._send(effect)
         return self._next(effect)
@@ -135,7 +135,7 @@ class Performer:
 
     def _next(self, effect: NextChange) -> Change | None:
         try:
-            with translated(self._wire.endpoint):
+            with translate_errors(self._wire.endpoint):
                 if self._changes is None:
                     self._changes = self._exits.enter_context(self._watch(effect))
                 change = next(self._changes, None)
@@ -179,7 +179,7 @@ class AsyncPerformer:
         if isinstance(effect, NextChange):
             return await self._next(effect)
         try:
-            with translated(self._wire.endpoint):
+            with translate_errors(self._wire.endpoint):
                 client = await self._connected()
                 response = await client.request(**_request(effect))
                 return reply(response, response.content)
@@ -196,7 +196,7 @@ class AsyncPerformer:
     async def _next(self, effect: NextChange) -> Change | None:
         limit = None if effect.timeout == inf else effect.timeout
         try:
-            with translated(self._wire.endpoint):
+            with translate_errors(self._wire.endpoint):
                 async with self._asyncio.timeout(limit):
                     if self._changes is None:
                         client = await self._connected()
@@ -325,7 +325,7 @@ def _cut_off(response: Answer, after_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def translated(endpoint: Endpoint) -> Iterator[None]:
+def translate_errors(endpoint: Endpoint) -> Iterator[None]:
     """Raises errors of the connection as errors of atoll."""
     try:
         yield
@@ -352,3 +352,57 @@ def translated(endpoint: Endpoint) -> Iterator[None]:
         if isinstance(error, httpx2.InvalidURL):
             raise Permanent(f"not a usable address: {error}") from error
         raise
+
+
+CA = "ATOLL_CA"
+
+
+def trust(url: str) -> ssl.SSLContext | bool:
+    """What the server's certificate is checked against: `ATOLL_CA`, else `SSL_CERT_FILE` and
+    `SSL_CERT_DIR`, else the usual.
+
+    Raises ValidationError for a file that holds no certificate.
+    """
+    import ssl
+
+    if not url.startswith("https://"):
+        # Reading the system's certificates takes longer than all of a local request.
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if path := os.environ.get(CA):
+        return _only(path)
+    if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
+        return ssl.create_default_context()
+    return True
+
+
+def _only(path: str) -> ssl.SSLContext:
+    import ssl
+
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        is_file = isinstance(error, ssl.SSLError)
+        reason = "it has no certificate in PEM" if is_file else error.strerror
+        raise ValidationError(CA, path, f"expected a file of certificates: {reason}") from error
+
+
+def distrust(host: str, reason: str) -> str:
+    """Why a certificate was not accepted, in words."""
+    text = f"the certificate of {host} is not trusted ({reason.partition('] ')[2] or reason})"
+    if not has_authorities():
+        remedy = f"install ca-certificates, or name a file of them in SSL_CERT_FILE or {CA}"
+        return f"{text}: this machine or image has no CA certificates: {remedy}"
+    return f"{text}: name the file of its CA in {CA} or SSL_CERT_FILE"
+
+
+def has_authorities() -> bool:
+    """Whether this machine has the certificates of any authority."""
+    import ssl
+
+    paths = ssl.get_default_verify_paths()
+    if paths.cafile is not None and os.path.getsize(paths.cafile):
+        return True
+    try:
+        return paths.capath is not None and bool(os.listdir(paths.capath))
+    except OSError:
+        return False

@@ -53,7 +53,7 @@ METRICS = "/metrics"
 class Health(Model, frozen=True):
     """`failing`: background tasks that fail while trainings are still reconciled."""
 
-    status: Literal["ok", "degraded", "read-only"]
+    status: Literal["ok", "degraded"]
     failing: list[TaskFailure] = []
 
 
@@ -71,8 +71,6 @@ async def readyz(call: ApiCall) -> Answer:
             raise Temporary(f"trainings are not reconciled now: {failure.error}")
     if plane.metrics is not None and plane.metrics.trouble:
         failing.append(TaskFailure(name="metrics", error=plane.metrics.trouble))
-    if plane.setup.read_only:
-        return json_answer(Health(status="read-only", failing=failing))
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
 
 
@@ -311,8 +309,7 @@ NATIVE = (
         "GET",
         "/readyz",
         readyz,
-        "Whether the server can serve requests: its store answers. The status is `read-only` while "
-        "the disk is full.",
+        "Whether the server can serve requests: its store answers.",
         {200: _YES, 500: _NO, 503: _NO},
         is_open=True,
     ),

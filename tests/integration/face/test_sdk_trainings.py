@@ -16,7 +16,7 @@ import pytest
 import atoll
 from atoll import BelowMinimumWorld, NotFound, UDTerminalState, WorldSize, WorldSizeOutOfBounds
 from atoll.core.errors import Conflict
-from atoll.sdk import requests
+from atoll.sdk import effects
 from atoll.sdk.endpoint import Address
 
 from .conftest import Plane
@@ -207,7 +207,7 @@ def test_a_block_whose_control_plane_does_not_answer_does_not_mask_the_error(
     def fail() -> None:
         with client.deploy_distributed("w", command=["sleep", "600"], wait="min"):
             monkeypatch.setattr(client.endpoint, "_address", Address("http://127.0.0.1:1"))
-            monkeypatch.setattr(requests, "PATIENCE_S", 0.5)
+            monkeypatch.setattr(effects, "PATIENCE_S", 0.5)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught:

@@ -13,7 +13,7 @@ from tests.proxy import Proxy
 import atoll
 from atoll import BelowMinimumWorld
 from atoll.core.errors import Denied, NotFound, Temporary
-from atoll.sdk import requests
+from atoll.sdk import effects
 
 from .conftest import Served
 
@@ -98,7 +98,7 @@ def test_a_silent_line_does_not_hold_a_wait_past_its_deadline(
 
 
 def test_nobody_there_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(effects, "PATIENCE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with atoll.Client(f"http://127.0.0.1:{port}", "t") as client:

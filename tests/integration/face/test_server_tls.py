@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 
 import atoll
 from atoll.core.errors import Permanent, ValidationError
-from atoll.sdk import trust
+from atoll.sdk import wire
 from atoll.sdk.endpoint import Fixed, PlainToken
 from atoll.server.http.server import load_tls
 
@@ -114,7 +114,7 @@ def test_a_certificate_that_is_not_trusted_is_said_in_one_line_and_not_retried(
         with pytest.raises(Permanent, match="is not trusted.*ATOLL_CA") as refused:
             client.list()
         assert "\n" not in str(refused.value)
-    monkeypatch.setattr(trust, "has_authorities", lambda: False)
+    monkeypatch.setattr(wire, "has_authorities", lambda: False)
     with atoll.Client(secure.url, secure.token) as client:
         with pytest.raises(Permanent, match="image has no CA certificates"):
             client.list()

@@ -29,11 +29,21 @@ from atoll.core.problem import problem_of
 from atoll.core.spec import Code, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.sdk import flows
-from atoll.sdk.effects import Effect, Flow, NextChange, Pack, Pause, Reply, Send
-from atoll.sdk.flows import Who
-from atoll.sdk.requests import ABSENT_S, PATIENCE_S, NoControlPlane
+from atoll.sdk.effects import (
+    ABSENT_S,
+    PATIENCE_S,
+    Effect,
+    Flow,
+    NextChange,
+    NoControlPlane,
+    Pack,
+    Pause,
+    Reply,
+    Send,
+)
+from atoll.sdk.flows import TrainingRef
 
-WHO = Who("t", "uid-1")
+WHO = TrainingRef("t", "uid-1")
 CODE = Code(content=b"an archive", size=10, unpacked=30, files=2)
 
 

@@ -16,7 +16,7 @@ from atoll.core.status import LogLine
 from atoll.logs.files import read_lines
 from atoll.logs.segments import LogWriter
 from atoll.sdk import logs
-from atoll.sdk.flows import Who
+from atoll.sdk.flows import TrainingRef
 from atoll.sdk.logs import LogPosition
 from atoll.sdk.wire import Wire
 from atoll.server.handlers.logs import read_offsets
@@ -96,7 +96,7 @@ def write(folder: Path, start: int, end: int) -> None:
 
 
 def follow(server: DyingServer) -> list[LogLine]:
-    position = LogPosition(Who("a", "u"), None, None, follow=True)
+    position = LogPosition(TrainingRef("a", "u"), None, None, follow=True)
     return list(logs.lines(cast(Wire, server), position))
 
 

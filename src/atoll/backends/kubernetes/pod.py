@@ -32,7 +32,7 @@ from atoll.core.status import Exit, ObservedRank
 Json = dict[str, Any]
 
 TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
-CLOCK_SKEW_S = 5.0
+CLOCK_SKEW_S = 5.0  # how far the clocks of nodes and API server may be apart; a choice
 NO_SHELL = "the executor option is_exit_recorded=False runs the command without sh"
 LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
@@ -148,7 +148,7 @@ _shared: dict[bytes, Any] = {}
 
 
 def share_parts(manifest: Json) -> Json:
-    """The manifest, with one object for what the pods of a gang have alike. Never change it."""
+    """Makes the pods of a gang share the objects that are equal. Never change the result."""
     spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
     for field in ("containers", "initContainers"):
         if field in spec:
@@ -231,7 +231,7 @@ class Pod:
     def attempt(self) -> int:
         """The second the pod was created in: a rank has one pod after another.
 
-        It grows over restarts, scalings and new Jobs alike, and needs no memory.
+        It grows over restarts, resizes and new Jobs, and needs no memory.
         """
         return int(self.created_at)
 
@@ -249,7 +249,7 @@ class Pod:
 
     @property
     def is_being_created(self) -> bool:
-        """The pod has its node, but no container runs yet; only events tell what it lacks."""
+        """The pod has its node, but no container runs yet; only events show what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
         return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_CREATED
 
@@ -279,7 +279,7 @@ class Pod:
 
     @property
     def is_silent(self) -> bool:
-        """The cluster has given up its node: it is not ready, and the kubelet did not say so."""
+        """The cluster has given up its node: not ready, though the kubelet did not report it."""
         ready = self.condition("Ready")
         is_expected = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
         return ready.get("status") == "False" and not is_expected and not self.is_leaving

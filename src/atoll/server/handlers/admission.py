@@ -38,7 +38,6 @@ class Setup:
     notes: Callable[[], Sequence[str]] = lambda: ()  # further messages about the executors
     # Since when statuses cannot be written, and the reason; None if they can.
     stale: Callable[[], tuple[float, str] | None] = lambda: None
-    read_only: str = ""  # why nothing can be written, and what to do; empty if all is well
     new_token: str = "atoll token create"  # the command that makes a token here
     restart: str = ""  # how to restart with a new file; empty if that is not possible
 
@@ -74,8 +73,7 @@ class Setup:
     def message(self) -> str:
         """A message for readers of the list of executors; may be empty."""
         changed = f"{self.config} has changed since the control plane was started: {self.restart}"
-        first = [self.read_only] * bool(self.read_only) + [changed] * self.is_changed()
-        return "\n".join([*first, *self.notes()])
+        return "\n".join([*([changed] if self.is_changed() else []), *self.notes()])
 
 
 def default_executor(plane: Plane) -> str | None:

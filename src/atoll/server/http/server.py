@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 import atoll
 from atoll.backends.local.plane_socket import peer_uid
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.sdk.release import HEADER
+from atoll.sdk.effects import HEADER
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -9,8 +9,8 @@ import pytest
 
 from atoll.core.errors import ValidationError
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
-from atoll.sdk import credentials
-from atoll.sdk.endpoint import Fixed, here
+from atoll.sdk import endpoint
+from atoll.sdk.endpoint import Fixed, local_fields
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 
@@ -21,7 +21,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(credentials, "VENDOR", tmp_path / "vendor")
+    monkeypatch.setattr(endpoint, "VENDOR", tmp_path / "vendor")
 
 
 def spec(uri: str | None, **env: str) -> TrainingSpec:
@@ -33,14 +33,14 @@ def spec(uri: str | None, **env: str) -> TrainingSpec:
 def test_the_callers_variables_go_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": "http://x", "GOOGLE_A": "1"}.items():
         monkeypatch.setenv(name, value)
-    env = here(spec("s3://bucket/run", AWS_ACCESS_KEY_ID="mine"))["env"]
+    env = local_fields(spec("s3://bucket/run", AWS_ACCESS_KEY_ID="mine"))["env"]
     assert {name: env[name] for name in env if name.startswith(("AWS_", "GOOGLE_"))} == {
         "AWS_ACCESS_KEY_ID": "mine",
         "AWS_SECRET_ACCESS_KEY": "b",
         "AWS_ENDPOINT_URL": "http://x",
     }
-    assert "AWS_ACCESS_KEY_ID" not in here(spec("file:///tmp/x"))["env"]
-    assert "AWS_ACCESS_KEY_ID" not in here(spec(None))["env"]
+    assert "AWS_ACCESS_KEY_ID" not in local_fields(spec("file:///tmp/x"))["env"]
+    assert "AWS_ACCESS_KEY_ID" not in local_fields(spec(None))["env"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_callers_variables_go_with_the_store(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_store_without_keys_is_refused_by_name(uri: str, told: str) -> None:
     with pytest.raises(ValidationError, match=told) as raised:
-        here(spec(uri))
+        local_fields(spec(uri))
     assert (raised.value.field, raised.value.value) == ("rendezvous_uri", uri)
 
 
@@ -61,15 +61,15 @@ def test_keys_that_only_a_tool_has_are_told_with_the_way_to_them(tmp_path: Path)
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "credentials").touch()
     with pytest.raises(ValidationError, match="aws configure export-credentials"):
-        here(spec("s3://b/r"))
+        local_fields(spec("s3://b/r"))
 
 
 def test_a_machine_with_keys_of_its_own_needs_none(tmp_path: Path) -> None:
     (tmp_path / "vendor").write_text("Amazon EC2\n")
-    here(spec("s3://b/r"))
+    local_fields(spec("s3://b/r"))
     with pytest.raises(ValidationError):
-        here(spec("gs://b/r"))
+        local_fields(spec("gs://b/r"))
 
 
 def test_a_control_plane_of_somebody_else_may_have_keys() -> None:
-    assert "env" in Fixed("http://127.0.0.1:1", None).shared(spec("s3://b/r"))
+    assert "env" in Fixed("http://127.0.0.1:1", None).local_fields(spec("s3://b/r"))
