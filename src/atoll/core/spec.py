@@ -23,6 +23,7 @@ from atoll.core.checks import (
 )
 from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import SpecModel, encode
+from atoll.core.quantities import check_quantity
 
 DIGEST = b"sha256:"
 MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source and its code
@@ -30,7 +31,6 @@ MAX_CODE_BYTES = 16 * 2**20
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
 MAX_GPUS = 1024
-QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$"
 URI_PATTERN = r"^(file|memory|s3|gs|az)://\S*$"
 
 RankCount = Annotated[int, Meta(ge=1, le=MAX_WORLD)]
@@ -50,13 +50,7 @@ RendezvousBackend = Literal["etcd-v2", "c10d", "static", "none"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
 SourceKind = Literal["script", "function", "shell"]
 
-_QUANTITY = re.compile(QUANTITY_PATTERN)
 _URI = re.compile(URI_PATTERN)
-
-
-def check_quantity(field: str, value: object) -> None:
-    if value is not None and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
-        raise ValidationError(field, value, "expected a quantity such as '2', '500m', '4Gi'")
 
 
 class WorldSize(SpecModel, frozen=True):

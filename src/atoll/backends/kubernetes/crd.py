@@ -27,8 +27,9 @@ from atoll.core.checks import (
     RUN_ID_PATTERN,
 )
 from atoll.core.phase import Phase
+from atoll.core.quantities import QUANTITY_PATTERN
 from atoll.core.reasons import ExitReason, PhaseReason, listing
-from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
+from atoll.core.spec import URI_PATTERN, TrainingSpec
 from atoll.core.status import AttemptStatus, Event, StatusHead
 
 Json = dict[str, Any]

@@ -16,7 +16,8 @@ from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.mesh import split_endpoint
-from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec, check_quantity
+from atoll.core.quantities import check_quantity
+from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.mesh.reach import DEADLINE_S
 

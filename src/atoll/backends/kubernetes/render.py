@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.agent import machine_use, metric_sinks, process, unpack
 from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.result import IN_LOG, RESULT_VARIABLE
 from atoll.backends.kubernetes.code import (
     UNPACK,
     code_layout,
@@ -408,6 +409,7 @@ def _environment(training: Training, launch: RankLaunch, options: Options) -> li
     # The start gate knows how many start together, where they may be fewer than all.
     is_counted = options.gates_start(training.spec) and TOGETHER not in launch.env
     return [
+        {"name": RESULT_VARIABLE, "value": IN_LOG},  # a pod has neither folder nor bucket
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in by_field.items()
