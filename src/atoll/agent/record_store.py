@@ -23,8 +23,10 @@ class RecordStore(Protocol):
         """The stamp of `name` changes."""
 
     def entries(self) -> dict[str, int]:
-        """All names, in one question, each with a stamp that changes with a heartbeat, and tells when
-        that was: in nanoseconds since 1970, by the clock of the place."""
+        """Return all names in one question, each with a stamp that its heartbeats change.
+
+        The stamp is a time in nanoseconds since 1970, by the clock of the store.
+        """
 
     def delete(self, names: list[str]) -> None:
         """Already gone is success."""

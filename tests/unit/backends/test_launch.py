@@ -30,8 +30,12 @@ from tests.unit.backends.kubernetes.kube import Options, training
 DIRECTORY = Path("/state/uid")
 # What a backend knows and another does not.
 OF_LOCAL = {"ATOLL_REPORTS", TOGETHER}
-OF_THE_CLUSTER = {"ATOLL_ATTEMPT"}  # locally the supervisor sets it, with what it alone knows
-DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME", "LOCAL_WORLD_SIZE"}
+# Locally the supervisor sets these for each attempt, with what it alone knows.
+OF_THE_CLUSTER = {"ATOLL_ATTEMPT", "ATOLL_RESULT"}
+DIFFERENT = {
+    *MEETING_VARIABLES,
+    *("ATOLL_RENDEZVOUS_URI", "ATOLL_RESULT", "NODE_NAME", "LOCAL_WORLD_SIZE"),
+}
 
 
 def local_launch(**spec: Any) -> RankLaunch:

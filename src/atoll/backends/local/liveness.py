@@ -1,6 +1,6 @@
 """Whether the keeper and the supervisor of a gang live, as far as their control plane can tell.
 
-The supervisor sends a heartbeat every second. Silence alone proves nothing: the listener may have been
+The supervisor sends a heartbeat every second. Silence proves nothing: the listener may have been
 stopped, asleep or starved itself, and a supervisor that gets no CPU or waits for a disk is silent
 too. So only listening that went on in time counts, and then /proc decides.
 """
