@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from atoll.agent.bucket import Objects
 from atoll.agent.metric_sinks import FIGURES
-from atoll.backends.launch import TORCHRUN_VARIABLES, RankPlace
+from atoll.backends.launch import TORCHRUN_VARIABLES, RankLayout
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import Timing
+from atoll.backends.results import RESULTS
 from atoll.core.status import Training
 
 SOURCE = "source.file"  # among the records, and removed with them
@@ -44,8 +45,11 @@ class StoreBackend(RecordedBackend):
             self._offsets[training.uid] = Objects.open(self.prefix(training, "records"))
         return self._offsets[training.uid]
 
-    def rank_place(self, training: Training) -> RankPlace:
-        return RankPlace(
+    def result_store(self, training: Training) -> Objects:
+        return Objects.open(self.prefix(training, RESULTS))
+
+    def rank_layout(self, training: Training) -> RankLayout:
+        return RankLayout(
             python=self._python,
             shell="/bin/sh",
             source=f"{FOLDER}/{training.uid}",
@@ -68,7 +72,7 @@ class StoreBackend(RecordedBackend):
             "unset": sorted({*launch["unset"], *alone}),
             "files": where,
             "poll_s": self._poll_s,
-            "beat_s": self._poll_s * 5,
+            "heartbeat_s": self._poll_s * 5,
         }
 
     async def prepare(self, training: Training) -> None:
@@ -86,7 +90,7 @@ class StoreBackend(RecordedBackend):
 
 
 def timing_of(poll_s: float) -> Timing:
-    """A rank that is silent for three beats of its wrapper, and some, is given up."""
+    """A wrapper that misses three heartbeats, and some, is lost."""
     return Timing(
         observe_s=poll_s,
         settle_s=0.5 + 2 * poll_s,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, read_record, record_line
-from atoll.agent.record_store import RecordPlace
+from atoll.agent.record_store import RecordStore
 from atoll.agent.records import (
     BY_EXECUTOR,
     CLAIM,
@@ -31,6 +31,7 @@ from atoll.agent.records import (
     LAUNCH,
     MAX_RECORD_BYTES,
     RENDEZVOUS,
+    RESULT,
     START,
     Facts,
     claim_record,
@@ -39,7 +40,7 @@ from atoll.agent.records import (
     name_of,
 )
 from atoll.agent.wrapper import Folder, code_root, read, write
-from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
+from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
 from atoll.backends.records import (
     Ages,
     AttemptKey,
@@ -52,6 +53,7 @@ from atoll.backends.records import (
     WriteExit,
     fold,
 )
+from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor
 from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training
@@ -90,7 +92,7 @@ class _Batch(NamedTuple):
 class RecordReader:
     """The facts of one training, read from its store again and again. Records are read once."""
 
-    def __init__(self, place: RecordPlace, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, place: RecordStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self.facts = Facts()
         self._clock = clock
@@ -232,11 +234,15 @@ class RecordedBackend(Executor):
         """The backend ends these. Already gone is success."""
         raise NotImplementedError
 
-    def place_of(self, training: Training) -> RecordPlace:
+    def place_of(self, training: Training) -> RecordStore:
         raise NotImplementedError
 
-    def rank_place(self, training: Training) -> RankPlace:
+    def rank_layout(self, training: Training) -> RankLayout:
         raise NotImplementedError
+
+    def result_store(self, training: Training) -> RecordStore:
+        """Where ranks leave their results; these stay as long as the logs."""
+        return self.place_of(training)
 
     def wrap_command(self, training: Training, command: list[str]) -> list[str]:
         """What the wrapper runs: the command, or something that runs it, such as a container."""
@@ -330,11 +336,22 @@ class RecordedBackend(Executor):
         await self.release(training)
         await self.clear(training, with_logs=True)
 
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        attempt = attempt_of(training, rank)
+        if attempt is None:
+            return None
+        store = self.result_store(training)
+        name = name_of(rank, attempt, RESULT)
+        reader = self._readers.get(training.uid)
+        named = reader is not None and is_named(reader.facts, rank, attempt)
+        what = f"the result of rank {rank}"
+        return await read_result(lambda: store.get(name), what, is_named=named)
+
     def store_uri(self, training: Training) -> str:
-        return store_uri_of(training.spec, self.rank_place(training))
+        return store_uri_of(training.spec, self.rank_layout(training))
 
     def metrics_uri(self, training: Training) -> str:
-        return self.rank_place(training).figures
+        return self.rank_layout(training).figures
 
     async def logs(
         self,
@@ -356,12 +373,11 @@ class RecordedBackend(Executor):
         return training.status.desired is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
-        place: Any = self.place_of(training)
-        return str(getattr(place, "path", None) or getattr(place, "name", place))
+        return _address(self.place_of(training))
 
     def launch(self, training: Training) -> Json:
         """What a wrapper reads of the training: the command and how its environment is made."""
-        spec, place = training.spec, self.rank_place(training)
+        spec, place = training.spec, self.rank_layout(training)
         launch = render_launch(training, place)
         meets = self.has_network and spec.rendezvous.backend != "none" and place.meeting is None
         own = {*spec.env, *spec.nccl_env}
@@ -382,6 +398,7 @@ class RecordedBackend(Executor):
             "deadline_s": spec.deadline_s,
             "gated": self.has_gate,
             "job_variable": self.job_variable,
+            "results": _address(self.result_store(training)),
         }
 
     def _fold(
@@ -513,6 +530,11 @@ class RecordedBackend(Executor):
     async def _turn(self, training: Training) -> AsyncIterator[None]:
         async with self._turns.setdefault(training.uid, asyncio.Lock()):
             yield
+
+
+def _address(place: Any) -> str:
+    """The path or URI of a store, as a wrapper opens it."""
+    return str(getattr(place, "path", None) or getattr(place, "name", place))
 
 
 def has_news(training: Training, observation: Observation) -> bool:

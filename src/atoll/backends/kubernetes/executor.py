@@ -43,6 +43,7 @@ from atoll.backends.kubernetes.render import (
     render_service,
     render_world,
 )
+from atoll.backends.kubernetes.results import printed_lines, printed_logs, result_in_log
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
@@ -305,7 +306,18 @@ class KubernetesBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
+        source = self._log_source(training)
+        if follow is not None:
+            return printed_lines(read_logs(source, ranks=ranks, tail=tail, follow=follow))
+        return printed_logs(
+            lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
+        )
+
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        source = self._log_source(training)
+        return await result_in_log(
+            lambda last: read_logs(source, ranks=[rank], tail=last, follow=None), training.uid
+        )
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
@@ -321,7 +333,8 @@ class KubernetesBackend(Executor):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
-        return follow_logs(self._log_source(training), offsets, ranks=ranks, is_over=is_over)
+        source = self._log_source(training)
+        return printed_lines(follow_logs(source, offsets, ranks=ranks, is_over=is_over))
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._object_key(training)
@@ -468,5 +481,6 @@ def _refusal(error: Rejected) -> ValidationError:
     match = re.match(r'\w+ value: ("(?:[^"\\]|\\.)*"|[^:]*): (.*)', reason, re.DOTALL)
     value, expected = match.groups() if match else (None, reason)
     if value is not None and value.startswith('"'):
-        value = json.loads(value)
+        with contextlib.suppress(ValueError):  # Go has escapes that JSON lacks, such as \x00
+            value = json.loads(value)
     return ValidationError(field or "pod", value, f"Kubernetes: {expected}")

@@ -25,6 +25,7 @@ from atoll.backends.kubernetes.names import (
     REPLICA,
     REPORT_DIR,
 )
+from atoll.backends.kubernetes.results import printed
 from atoll.core.lines import split_lines
 from atoll.core.reasons import ExitReason
 from atoll.core.status import Exit, ObservedRank
@@ -370,7 +371,9 @@ class Pod:
             reason=reason,
             signal=_signal(code),
             message=message,
-            log_tail=[] if message and message in text else split_lines(text)[-TAIL_LINES:],
+            log_tail=[]
+            if message and message in text
+            else printed(split_lines(text))[-TAIL_LINES:],
         )
         if record is not None:
             exit = recorded_exit(exit, record)
@@ -452,7 +455,7 @@ def recorded_exit(exit: Exit, record: Json) -> Exit:
     code: int | None = record.get("code")
     at = record.get("at")
     message = str(record.get("message", ""))
-    changes: Json = {"log_tail": [str(line) for line in record.get("tail", ())][-TAIL_LINES:]}
+    changes: Json = {"log_tail": printed(map(str, record.get("tail", ())))[-TAIL_LINES:]}
     if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet reports whole seconds
         changes["at"] = at
     if isinstance(record.get("failedAt"), int | float):

@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.agent import machine_use, metric_sinks, process, unpack
 from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.result import IN_LOG, RESULT_VARIABLE
 from atoll.backends.kubernetes.code import (
     UNPACK,
     code_layout,
@@ -62,7 +63,7 @@ from atoll.backends.launch import (
     TOGETHER,
     Meeting,
     RankLaunch,
-    RankPlace,
+    RankLayout,
     needs_etcd,
     render_launch,
 )
@@ -370,12 +371,12 @@ def etcd_endpoint(training: Training, options: Options) -> str:
     return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
 
 
-def rank_layout(training: Training, options: Options) -> RankPlace:
+def rank_layout(training: Training, options: Options) -> RankLayout:
     etcd = etcd_endpoint(training, options)
     figures, token = _metrics_address(training, options)
     # Without the gate's agent nobody would write the keys.
     mesh = etcd if options.has_gate(training.spec) else ""
-    return RankPlace(
+    return RankLayout(
         python=options.python,
         shell="sh",
         source=SOURCE_DIR,
@@ -408,6 +409,7 @@ def _environment(training: Training, launch: RankLaunch, options: Options) -> li
     # The start gate knows how many start together, where they may be fewer than all.
     is_counted = options.gates_start(training.spec) and TOGETHER not in launch.env
     return [
+        {"name": RESULT_VARIABLE, "value": IN_LOG},  # a pod has neither folder nor bucket
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in by_field.items()

@@ -20,9 +20,10 @@ from typing import Any
 from atoll.agent.bundle import FILE, wrapper_file
 from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.wrapper import Folder, code_root
-from atoll.backends.launch import RankPlace
+from atoll.backends.launch import RankLayout
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import AttemptKey, JobState, Timing
+from atoll.backends.results import RESULTS
 from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
 from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
 from atoll.backends.slurm.render import (
@@ -180,10 +181,13 @@ class SlurmBackend(RecordedBackend):
     def place_of(self, training: Training) -> Folder:
         return Folder(str(self.folder_of(training) / RECORDS))
 
-    def rank_place(self, training: Training) -> RankPlace:
+    def result_store(self, training: Training) -> Folder:
+        return Folder(str(self.folder_of(training) / RESULTS))
+
+    def rank_layout(self, training: Training) -> RankLayout:
         folder = self.folder_of(training)
         is_own = self.options.container is None and self.python == sys.executable
-        return RankPlace(
+        return RankLayout(
             python=self.python if self.options.container is None else "python3",
             shell="/bin/sh",
             source=str(folder / "source"),
@@ -230,7 +234,7 @@ class SlurmBackend(RecordedBackend):
 
     def _prepare(self, training: Training) -> None:
         folder, source = self.folder_of(training), training.spec.source
-        for name in (RECORDS, LOGS):
+        for name in (RECORDS, RESULTS, LOGS):
             make_private(folder / name)
         _place(folder / FILE, wrapper_file())
         if source is not None:
