@@ -20,7 +20,6 @@ import pytest
 
 import atoll
 from atoll import LocalProcessExecutor, ReplicaHandle
-from atoll.agent.result import MARK
 from atoll.backends.local import processes
 from atoll.backends.local.executor import LocalBackend
 from atoll.core.errors import NotFound, Permanent, ValidationError
@@ -278,13 +277,10 @@ def test_what_a_rank_prints_never_runs_code_here(
     payload = base64.b64encode(pickle.dumps(Evil(str(evil)))).decode()
     text = (
         f"import os, sys; sys.path.append({SOURCE!r}); import base64\n"
-        "from atoll.agent.result import Result, nonce_of, result_lines\n"
+        "from atoll.agent.result import Result, write_result\n"
         f"payload = base64.b64decode({payload!r})\n"
-        f"print({MARK!r} + '0 1 ' + {payload!r}, flush=True)\n"
         "for kind in ('json', 'msgpack', 'pickle'):\n"
-        "    nonce = nonce_of(os.environ['ATOLL_UID'])\n"
-        "    for line in result_lines(Result(kind, payload), nonce, '00000001'):\n"
-        "        os.write(1, line)\n"
+        "    write_result(os.environ['ATOLL_RESULT'], Result(kind, payload))\n"
     )
     executor._allow_pickle = True
     handles = executor.launch_replicas(1, script(tmp_path, text))
@@ -294,12 +290,11 @@ def test_what_a_rank_prints_never_runs_code_here(
     assert not evil.exists()
 
 
-def test_a_broken_mark_is_ignored_and_told(executor: LocalProcessExecutor, tmp_path: Path) -> None:
-    (report,) = executor.collect(
-        executor.launch_replicas(1, script(tmp_path, f"print({MARK!r} + 'x y z')")), timeout=60
-    )
+def test_a_damaged_result_is_told(executor: LocalProcessExecutor, tmp_path: Path) -> None:
+    text = "import os; open(os.environ['ATOLL_RESULT'], 'w').write('x y z')"
+    (report,) = executor.collect(executor.launch_replicas(1, script(tmp_path, text)), timeout=60)
     assert (report["status"], report["exit_code"], report["result"]) == ("succeeded", 0, None)
-    assert "1 marked line of its log ignored" in report["error"]
+    assert "the result is damaged" in report["error"]
 
 
 def test_a_result_that_is_not_plain_data_is_told_or_pickled_on_request() -> None:

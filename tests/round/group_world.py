@@ -42,6 +42,8 @@ class Sum:
     def __init__(self, size: int) -> None:
         self.values = np.zeros(size, np.float32)
 
+    is_wanted = True
+
     @property
     def rows(self) -> Mapping[str, Vector]:
         return {"values": self.values}

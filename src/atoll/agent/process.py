@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MARK = "atollExit"  # a JSON object with this key is a record
 RECORD_VARIABLE = "ATOLL_EXIT_RECORD"
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+RESULT_VARIABLE = "ATOLL_RESULT"  # names the file for the result of the program
 TAIL_LINES = 40
 TAIL_BYTES = 16_384
 # Of output that is searched for a failure: tracebacks of eight processes and torchrun's report.
@@ -419,6 +420,16 @@ def error_file_of(env: dict[bytes, bytes]) -> str:
             os.mkdir(folder, 0o700)
             env[name] = os.fsencode(folder + "/error.json")
     return os.fsdecode(env.get(name, b""))
+
+
+def result_fields(path: str) -> dict[str, Any]:
+    """Return what an exit says of the result that the program left in a file, if it left one."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.readline(1000))
+        return {"result": {"encoding": str(header["encoding"]), "bytes": int(header["bytes"])}}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def remove_error_file(error_file: str) -> None:

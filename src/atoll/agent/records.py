@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DESIRED, GATE = "desired", "gate"
 CLAIM, START, HEARTBEAT, EXIT = "claim", "start", "heartbeat", "exit"
+RESULT = "result"  # of an attempt, beside the records
 LAUNCH, RENDEZVOUS, CODE = "launch", "rendezvous", "code"  # documents beside the records
 # A page of 4 KiB holds an exit with its message; the rest is for the last lines of the log.
 MAX_RECORD_BYTES = 16_384

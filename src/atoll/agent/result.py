@@ -1,38 +1,34 @@
-"""The result of a rank as marked lines of its log, on every backend.
+"""The result of a rank: how a value travels, and where the rank leaves it.
 
-A mark names the launch by a nonce, the call that made it, how the value is written and which part
-of it the line holds. A value is JSON where it can be, else msgpack with tags for tuples, sets,
-arrays and tensors; a pickle only where it was asked for. Reading one runs no code, unless pickles
-are allowed.
-
-Each line fits into one atomic write to a pipe, so that other output of the rank never breaks it.
+ATOLL_RESULT names the file: a header line with encoding and size, then the payload. A value is JSON
+where it can be, else msgpack with tags for tuples, sets, arrays and tensors; a pickle only where it
+was asked for. Reading one runs no code, unless pickles are allowed. Kubernetes has neither folder
+nor bucket: there ATOLL_RESULT is `log`, and the result goes into marked lines of the log, which
+`backends/kubernetes/results.py` reads.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import importlib
 import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, NamedTuple
 
 from atoll.core.errors import ResultError
-from atoll.core.lines import RESULT_MARK as MARK
 
-MAX_BYTES = 16 * 2**20
-NEAR_END = 64  # number of last lines in which a result is looked for first
+MARK = "\x1eatoll-result "  # begins a line of the log that is a part of a result
+MAX_BYTES = 16 * 2**20  # a control plane holds it in memory; more belongs into a store
+RESULT_VARIABLE = "ATOLL_RESULT"  # the file for the result, or `log`
+IN_LOG = "log"
 UID_VARIABLE = "ATOLL_UID"
 RESULTS_VARIABLE = "ATOLL_RESULTS"  # "pickle": whoever launched this takes pickles
 JSON, MSGPACK, PICKLE, NONE = "json", "msgpack", "pickle", "none"
-_CHUNK = 3000  # base64 of this and the mark stay below 4096 bytes
-_MARK = re.compile(
-    r"(?P<nonce>[0-9a-f]{32}) (?P<call>[0-9a-f]{8}) (?P<encoding>json|msgpack|pickle|none) "
-    r"(?P<at>[0-9]{1,4}) (?P<count>[0-9]{1,4}) (?P<data>[A-Za-z0-9+/]*={0,2})"
-)
+# Base64 of this and the mark stay below 4096 bytes: one atomic write to a pipe.
+CHUNK_BYTES = 3000
 # Tags of what msgpack has no type for.
 _TUPLE, _SET, _FROZENSET, _PAIRS, _COMPLEX, _INT, _ARRAY, _SCALAR, _TENSOR = range(1, 10)
 _DTYPE = re.compile(r"[<>|][biufcSU][0-9]{1,6}")
@@ -45,32 +41,13 @@ class Result(NamedTuple):
     payload: bytes
 
 
-class Reading(NamedTuple):
-    """What a log says of a rank's result. `trouble` is for people.
-
-    `is_torn`: the rank gave one, and only a part of it is in the log.
-    """
-
-    result: Result | None
-    trouble: str = ""
-    is_torn: bool = False
-
-
-class ResultPart(NamedTuple):
-    call: str
-    encoding: str
-    at: int
-    total: int  # number of parts
-    data: bytes
-
-
 def set_result(value: Any, *, pickled: bool | None = None) -> None:
-    """Hands in `value` as the result of this rank: `collect` and `training.result()` have it.
+    """Set the result of this rank: `training.result()` and `collect` return it.
 
-    The last call counts. Plain data, bytes, tuples, sets, numpy arrays and torch tensors can be
-    handed in, and with `pickled=True` whatever can be pickled, for a reader who allows
-    pickles. Raises TypeError or ValueError for anything else. Does nothing
-    where atoll has not started the process.
+    The last call of an attempt counts. `value` may be plain data, bytes, tuples, sets, numpy arrays
+    and torch tensors; with `pickled=True` anything that can be pickled, for a reader who allows
+    pickles. Raises TypeError or ValueError for anything else, and OSError if it cannot be written.
+    Does nothing in a process that atoll did not start.
     """
     if pickled is None:
         pickled = os.environ.get(RESULTS_VARIABLE) == PICKLE
@@ -80,17 +57,18 @@ def set_result(value: Any, *, pickled: bool | None = None) -> None:
             f"the result has {len(result.payload) / 2**20:.0f} MiB, expected at most "
             f"{MAX_BYTES // 2**20}: write it to a store and return its address"
         )
-    _print(result)
+    leave(result)
 
 
 def hand_in(value: Any) -> None:
-    """The result of a function that has ended well: if it cannot be handed in, that is told."""
+    """Set the result of a function that has ended well; if that fails, leave the reason instead."""
     try:
         set_result(value)
     except Exception as error:  # a class of the user may fail in any way while it is pickled
-        words = f"the result cannot be returned: {error}"
-        sys.stderr.write(f"atoll: {words}\n")
-        _print(Result(NONE, words.encode(errors="replace")[:_CHUNK]))
+        message = f"the result cannot be returned: {error}"
+        sys.stderr.write(f"atoll: {message}\n")
+        with contextlib.suppress(OSError):  # a full disk, which the message above names
+            leave(Result(NONE, message.encode(errors="replace")[:CHUNK_BYTES]))
 
 
 def nonce_of(uid: str) -> str:
@@ -103,7 +81,7 @@ def nonce_of(uid: str) -> str:
 def result_lines(result: Result, nonce: str, call: str) -> list[bytes]:
     """The lines that a rank prints. Each states its number and how many there are."""
     payload = result.payload
-    chunks = [payload[at : at + _CHUNK] for at in range(0, len(payload), _CHUNK)] or [b""]
+    chunks = [payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES)] or [b""]
     head = f"{MARK}{nonce} {call} {result.encoding}"
     return [
         f"{head} {at} {len(chunks)} ".encode() + base64.b64encode(chunk) + b"\n"
@@ -111,87 +89,46 @@ def result_lines(result: Result, nonce: str, call: str) -> list[bytes]:
     ]
 
 
-def parts_expected(lines: Iterable[str], nonce: str) -> int:
-    """The number of lines that the last result in these lines has; 0 without one."""
-    return max((part.total for line in lines if (part := _part(line, nonce))), default=0)
+def leave(result: Result) -> None:
+    """Put the result where ATOLL_RESULT says; do nothing where atoll did not start the process."""
+    place = os.environ.get(RESULT_VARIABLE)
+    if place == IN_LOG:
+        uid = os.environ.get(UID_VARIABLE, "")
+        sys.stdout.flush()
+        for line in result_lines(result, nonce_of(uid), os.urandom(4).hex()):
+            while line:
+                line = line[os.write(1, line) :]
+    elif place:
+        write_result(place, result)
 
 
-def read_result(lines: Iterable[str], nonce: str) -> Reading:
-    """The last complete result in the log. Marks of others and broken ones are counted only."""
-    pieces: dict[str, dict[int, bytes]] = {}
-    last: Result | None = None
-    bad = 0
-    for line in lines:
-        if MARK not in line:
-            continue
-        part = _part(line, nonce)
-        if part is None:
-            bad += 1
-            continue
-        mine = pieces.setdefault(part.call, {})
-        mine[part.at] = part.data
-        if len(mine) == part.total and part.total - 1 in mine:
-            last = Result(part.encoding, b"".join(mine[at] for at in range(part.total)))
-            del pieces[part.call]
-    if last is None and pieces:
-        words = "the result is not complete in the log: the rank ended while it wrote it, or it was"
-        return Reading(None, f"{words} cut off", is_torn=True)
-    if bad:
-        words = f"{bad} marked line{'s' if bad > 1 else ''} of its log ignored"
-        return Reading(last, f"{words}: broken, or the result of another launch")
-    return Reading(last)
-
-
-async def find_result(texts: Callable[[int | None], AsyncIterator[str]], nonce: str) -> Reading:
-    """The result in a log, of which `texts` gives the last lines, or all.
-
-    The whole log is read only where its end does not have the result.
-    """
-    marked, count = await _marked(texts(NEAR_END))
-    if count < NEAR_END:
-        return read_result(marked, nonce)
-    if parts := parts_expected(marked, nonce):
-        marked, _ = await _marked(texts(parts + NEAR_END))
-        reading = read_result(marked, nonce)
-        if reading.result is not None:
-            return reading
-    marked, _ = await _marked(texts(None))
-    return read_result(marked, nonce)
-
-
-async def _marked(texts: AsyncIterator[str]) -> tuple[list[str], int]:
-    """The lines with a mark, and the number of all."""
-    marked, count = [], 0
-    async for text in texts:
-        count += 1
-        if MARK in text:
-            marked.append(text)
-    return marked, count
-
-
-def _part(line: str, nonce: str) -> ResultPart | None:
-    """None if the line is no mark of this launch."""
-    _, mark, rest = line.partition(MARK)
-    match = _MARK.fullmatch(rest.rstrip("\r\n")) if mark else None
-    if match is None or match["nonce"] != nonce:
-        return None
-    at, count = int(match["at"]), int(match["count"])
+def write_result(path: str, result: Result) -> None:
+    """Replace the result in that file: whoever reads it finds a whole one, this or the last."""
+    header = {"encoding": result.encoding, "bytes": len(result.payload)}
+    draft = f"{path}.{os.getpid()}.draft"
     try:
-        data = base64.b64decode(match["data"], validate=True)
-    except binascii.Error:
-        return None
-    is_whole = at < count and len(data) <= _CHUNK and count <= MAX_BYTES // _CHUNK + 1
-    return ResultPart(match["call"], match["encoding"], at, count, data) if is_whole else None
+        with open(draft, "wb") as file:
+            file.write(json.dumps(header).encode() + b"\n" + result.payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
 
 
-def _print(result: Result) -> None:
-    uid = os.environ.get(UID_VARIABLE)
-    if not uid:
-        return
-    sys.stdout.flush()
-    for line in result_lines(result, nonce_of(uid), os.urandom(4).hex()):
-        while line:
-            line = line[os.write(1, line) :]
+def parse_result(data: bytes) -> Result:
+    """Return the result in a file. Raises ResultError if it is none."""
+    line, _, payload = data.partition(b"\n")
+    try:
+        header = json.loads(line)
+        encoding, size = str(header["encoding"]), int(header["bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResultError(f"the result is damaged: {line[:80]!r}") from error
+    if size != len(payload) or encoding not in (JSON, MSGPACK, PICKLE, NONE):
+        raise ResultError(f"the result is damaged: {len(payload)} bytes where {size} should be")
+    return Result(encoding, payload)
 
 
 def encode_value(value: Any, *, pickled: bool = False) -> Result:

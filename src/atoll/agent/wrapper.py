@@ -452,6 +452,35 @@ def open_times(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
     return None
 
 
+def result_path(attempt: RankAttempt, launch: dict[str, Any]) -> str:
+    """Return the file in which the program leaves its result: the final one, or one to upload."""
+    name, folder = records.name_of(attempt.rank, attempt.attempt, records.RESULT), launch["results"]
+    if not folder.startswith("/"):
+        import tempfile
+
+        folder = tempfile.mkdtemp(prefix="atoll-result-")
+    return f"{folder}/{name}"
+
+
+def upload_result(attempt: RankAttempt, launch: dict[str, Any], path: str) -> None:
+    """Put the result where readers look for it, before the exit that names it is written."""
+    if launch["results"].startswith("/"):
+        return
+    with open(path, "rb") as file:
+        data = file.read()
+    until, pause_s = time.monotonic() + WRITE_PATIENCE_S, 0.1
+    while True:
+        try:
+            open_place(launch["results"]).put(os.path.basename(path), data)
+            return
+        except Exception as error:  # of whatever client the store has
+            if time.monotonic() > until:
+                say(f"the result cannot be uploaded: {error}")
+                return
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 10.0)
+
+
 def fetch(place: RecordPlace, name: str, path: str) -> None:
     """Puts a file of the place where ranks look for it. Other ranks may do the same there."""
     data = place.get(name)
@@ -491,6 +520,8 @@ def run(attempt: RankAttempt) -> int:
         env = environment_for(attempt, launch, gate, meeting_of(attempt, launch))
         if root:
             env = with_path(env, root, launch["code"]["path"])
+        result = result_path(attempt, launch)
+        env[process.RESULT_VARIABLE.encode()] = os.fsencode(result)
         is_own_file = not env.get(process.ERROR_VARIABLE.encode())
         error_file = process.error_file_of(env)
         started_at = time.time()
@@ -513,12 +544,15 @@ def run(attempt: RankAttempt) -> int:
         use.close()
     record = process.record_of(command, launch["command"][0], error_file, attempt.host)
     record["startedAt"] = started_at
+    record.update(process.result_fields(result))
     if command.failure:
         say(record["message"])
     if command.signalled:
         record["signalled"] = signal.Signals(command.signalled).name
     if log is not None:
         log.close()
+    if record.get("result"):
+        upload_result(attempt, launch, result)
     if command.is_orphan and record["signal"] == "SIGKILL":
         warden.note_orphan()
     if warden.reason == "Stopped" and record.get("failedAt", inf) < warden.stop_asked_at:

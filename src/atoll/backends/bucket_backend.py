@@ -14,6 +14,7 @@ from atoll.agent.metric_sinks import FIGURES
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankPlace
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import Timing
+from atoll.backends.results import RESULTS
 from atoll.core.status import Training
 
 SOURCE = "source.file"  # among the records, and removed with them
@@ -43,6 +44,9 @@ class StoreBackend(RecordedBackend):
         if training.uid not in self._offsets:
             self._offsets[training.uid] = Objects.open(self.prefix(training, "records"))
         return self._offsets[training.uid]
+
+    def result_store(self, training: Training) -> Objects:
+        return Objects.open(self.prefix(training, RESULTS))
 
     def rank_place(self, training: Training) -> RankPlace:
         return RankPlace(

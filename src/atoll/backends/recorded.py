@@ -31,6 +31,7 @@ from atoll.agent.records import (
     LAUNCH,
     MAX_RECORD_BYTES,
     RENDEZVOUS,
+    RESULT,
     START,
     Facts,
     claim_record,
@@ -52,6 +53,7 @@ from atoll.backends.records import (
     WriteExit,
     fold,
 )
+from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor
 from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training
@@ -238,6 +240,10 @@ class RecordedBackend(Executor):
     def rank_place(self, training: Training) -> RankPlace:
         raise NotImplementedError
 
+    def result_store(self, training: Training) -> RecordPlace:
+        """Where ranks leave their results; these stay as long as the logs."""
+        return self.place_of(training)
+
     def wrap_command(self, training: Training, command: list[str]) -> list[str]:
         """What the wrapper runs: the command, or something that runs it, such as a container."""
         return command
@@ -330,6 +336,17 @@ class RecordedBackend(Executor):
         await self.release(training)
         await self.clear(training, with_logs=True)
 
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        attempt = attempt_of(training, rank)
+        if attempt is None:
+            return None
+        store = self.result_store(training)
+        name = name_of(rank, attempt, RESULT)
+        reader = self._readers.get(training.uid)
+        named = reader is not None and is_named(reader.facts, rank, attempt)
+        what = f"the result of rank {rank}"
+        return await read_result(lambda: store.get(name), what, is_named=named)
+
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, self.rank_place(training))
 
@@ -356,8 +373,7 @@ class RecordedBackend(Executor):
         return training.status.desired is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
-        place: Any = self.place_of(training)
-        return str(getattr(place, "path", None) or getattr(place, "name", place))
+        return _address(self.place_of(training))
 
     def launch(self, training: Training) -> Json:
         """What a wrapper reads of the training: the command and how its environment is made."""
@@ -382,6 +398,7 @@ class RecordedBackend(Executor):
             "deadline_s": spec.deadline_s,
             "gated": self.has_gate,
             "job_variable": self.job_variable,
+            "results": _address(self.result_store(training)),
         }
 
     def _fold(
@@ -513,6 +530,11 @@ class RecordedBackend(Executor):
     async def _turn(self, training: Training) -> AsyncIterator[None]:
         async with self._turns.setdefault(training.uid, asyncio.Lock()):
             yield
+
+
+def _address(place: Any) -> str:
+    """The path or URI of a store, as a wrapper opens it."""
+    return str(getattr(place, "path", None) or getattr(place, "name", place))
 
 
 def has_news(training: Training, observation: Observation) -> bool:

@@ -22,6 +22,7 @@ import click
 
 from atoll.cli.options import config_option, json_option
 from atoll.core.errors import AtollError
+from atoll.core.quantities import format_bytes
 
 if TYPE_CHECKING:
     from atoll.objectstore import ObjectStore
@@ -154,7 +155,7 @@ def disk() -> Iterator[Finding]:
 
     where = _existing(state_dir())
     free = shutil.disk_usage(where).free
-    text = f"{_size(free)} free in {where}"
+    text = f"{format_bytes(free)} free in {where}"
     todo = "free some, or set ATOLL_STATE_DIR to another disk: logs and records are stored there"
     if free < TOO_FEW_BYTES:
         yield Finding("disk", BAD, text, todo)
@@ -170,9 +171,9 @@ def shm() -> Iterator[Finding]:
         return
     if size < ENOUGH_SHM_BYTES:
         todo = "DataLoader workers need more: docker run --shm-size 8g"
-        yield Finding("shm", NOTE, f"/dev/shm has {_size(size)}", todo)
+        yield Finding("shm", NOTE, f"/dev/shm has {format_bytes(size)}", todo)
     else:
-        yield Finding("shm", GOOD, f"/dev/shm has {_size(size)}")
+        yield Finding("shm", GOOD, f"/dev/shm has {format_bytes(size)}")
 
 
 def limits() -> Iterator[Finding]:
@@ -300,7 +301,3 @@ def _plane() -> str | None:
 
 def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count // 2**20} MiB"

@@ -17,13 +17,18 @@ from atoll.controller.informer import Informer
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import IdleTimes, Reconciler, Rounds, no_idle_times, no_rounds
 from atoll.core.clock import Now
-from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary
+from atoll.core.errors import AtollError, Conflict, Denied, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
 
 log = logging.getLogger(__name__)
 
+# Passes at a time. A pass mostly waits for the backend; an API server or a Slurm controller should
+# not get more questions at once from one control plane.
 WORKERS = 16
+# How often leftovers of trainings that were deleted by force are looked for: they cost money, but
+# the search lists everything at the backend.
+SWEEP_S = 300.0
 
 
 class Pass(NamedTuple):
@@ -126,3 +131,22 @@ def has_news(training: Training) -> bool:
     """Whether somebody other than the controller has changed the training."""
     is_observed = training.status.observed_generation == training.generation
     return not is_observed or training.deletion_requested_at is not None
+
+
+async def keep_swept(store: Store, executor: Executor) -> None:
+    """Deletes, from time to time, what trainings deleted by force have left with a backend.
+
+    Until cancelled. A backend that does not answer is tried again next time.
+    """
+
+    async def known() -> set[str]:
+        return (await store.snapshot()).uids
+
+    while True:
+        try:
+            await executor.sweep(known)
+        except AtollError as error:
+            log.warning("sweeping: %s", error)
+        except Exception:  # of whatever library the backend uses
+            log.exception("sweeping")
+        await asyncio.sleep(SWEEP_S)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 
-RESULT_MARK = "\x1eatoll-result "  # begins what is a result of a rank, `agent/result.py`
-
 
 class Lines:
     def __init__(self) -> None:
@@ -43,14 +41,3 @@ async def alines_of(chunks: AsyncIterable[bytes]) -> AsyncGenerator[str, None]:
             yield line
     for line in lines.last():
         yield line
-
-
-def without_result(line: str) -> str | None:
-    """The part of a rank's line that its program printed; None if all of it is a result."""
-    text, mark, _ = line.partition(RESULT_MARK)
-    return line if not mark else text or None
-
-
-def without_results(lines: Iterable[str]) -> list[str]:
-    """The lines as their program printed them, without results."""
-    return [text for line in lines if (text := without_result(line)) is not None]

@@ -155,7 +155,14 @@ class Executor:
         """It has a folder of segments for each rank, which can be read from any place."""
         return None
 
-    # Logs
+    # Results and logs
+
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        """Return the encoding and the bytes of what the newest attempt of a rank set as its result.
+
+        None if it set none. Raises Temporary if it set one that cannot be read now.
+        """
+        return None
 
     def logs(
         self,

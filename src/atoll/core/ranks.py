@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from atoll.core.describe import describe_exit
-from atoll.core.lines import without_results
 from atoll.core.reasons import ExitReason, PhaseReason
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
@@ -133,11 +132,11 @@ def _dated_in_ms(exit: Exit) -> Exit:
 
 
 def with_explanation(exit: Exit) -> Exit:
-    """The exit with its last lines as printed; with the exception in them if it says nothing."""
-    tail = without_results(exit.log_tail)
+    """Return the exit with the exception in its last lines as its message, if it has none."""
+    tail = exit.log_tail
     # An uncaught exception of Python ends with code 1; another code was chosen by the program.
     is_silent = exit.code == 1 and exit.reason == ExitReason.ERROR and not exit.message
-    return replace(exit, log_tail=tail, message=exception_in(tail) if is_silent else exit.message)
+    return replace(exit, message=exception_in(tail)) if is_silent else exit
 
 
 def _unlearned(at: float, message: str) -> Exit:

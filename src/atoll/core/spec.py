@@ -23,6 +23,7 @@ from atoll.core.checks import (
 )
 from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import SpecModel, encode
+from atoll.core.quantities import check_quantity
 
 DIGEST = b"sha256:"
 MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source and its code
@@ -30,7 +31,6 @@ MAX_CODE_BYTES = 16 * 2**20
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
 MAX_GPUS = 1024
-QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$"
 URI_PATTERN = r"^(file|memory|s3|gs|az)://\S*$"
 
 RankCount = Annotated[int, Meta(ge=1, le=MAX_WORLD)]
@@ -50,13 +50,7 @@ RendezvousBackend = Literal["etcd-v2", "c10d", "static", "none"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
 SourceKind = Literal["script", "function", "shell"]
 
-_QUANTITY = re.compile(QUANTITY_PATTERN)
 _URI = re.compile(URI_PATTERN)
-
-
-def check_quantity(field: str, value: object) -> None:
-    if value is not None and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
-        raise ValidationError(field, value, "expected a quantity such as '2', '500m', '4Gi'")
 
 
 class WorldSize(SpecModel, frozen=True):
@@ -65,8 +59,11 @@ class WorldSize(SpecModel, frozen=True):
     option_prefix: ClassVar[str] = "world_size."
 
     min: RankCount
+    """The training is pending while fewer ranks than this can run."""
     target: RankCount
+    """Number of ranks wanted now. `kubectl scale` changes it."""
     max: RankCount
+    """The training may be scaled up to this many ranks."""
 
     def __post_init__(self) -> None:
         check_bounds(self, self.option_prefix)
@@ -86,7 +83,9 @@ class ProviderFilter(SpecModel, frozen=True):
     option_prefix: ClassVar[str] = "provider_filter."
 
     include: list[str] | None = None
+    """Use only these providers; unset means any."""
     exclude: list[str] = []
+    """Use none of these providers."""
 
     def __post_init__(self) -> None:
         if self.include is not None:
@@ -107,10 +106,15 @@ class Resources(SpecModel, frozen=True):
     """What one rank needs. Quantities as Kubernetes writes them: `"500m"`, `"32Gi"`."""
 
     cpu: str | None = None
+    """CPUs of each rank, as a Kubernetes quantity: 500m, 2."""
     memory: str | None = None
+    """Memory of each rank, as a Kubernetes quantity: 4Gi."""
     gpu_count: GpuCount = 0
+    """GPUs of each rank."""
     gpu_models: list[str] = []
+    """Acceptable GPU models; empty means any."""
     min_gpu_memory_gb: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    """Minimum memory of each GPU, in GB."""
 
     def __post_init__(self) -> None:
         for field in ("cpu", "memory"):
@@ -125,8 +129,11 @@ class BenchSpec(SpecModel, frozen=True):
     option_prefix: ClassVar[str] = "bench_"
 
     mode: BenchMode = "off"
+    """`on-start` measures the link between two hosts at the start; `off` does not."""
     placement: str = "preferred"
+    """`strict` waits for two hosts that run ranks; `preferred` takes what there is."""
     require_gbps: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
+    """Fail the training if the link is slower than this, in Gbit/s."""
 
     def __post_init__(self) -> None:
         check_choice("bench", self.mode, BenchMode)
@@ -140,8 +147,10 @@ class RendezvousSpec(SpecModel, frozen=True):
 
     option_prefix: ClassVar[str] = "rendezvous_"
 
-    backend: RendezvousBackend = "c10d"  # none: each rank is a world of its own
+    backend: RendezvousBackend = "c10d"
+    """How ranks find each other. `none`: each rank is a world of its own."""
     uri: str | None = None
+    """Object store in which ranks meet: s3://bucket/prefix."""
 
     def __post_init__(self) -> None:
         check_choice("rendezvous_backend", self.backend, RendezvousBackend)
@@ -158,9 +167,13 @@ class Source(SpecModel, frozen=True):
     option_prefix: ClassVar[str] = "source."
 
     kind: SourceKind
+    """What `content` is."""
     content: bytes
+    """The code itself, in base64."""
     filename: str = "source.py"
-    directory: str | None = None  # where its modules are, if the rank can see that directory
+    """Name of the file in which ranks find the code."""
+    directory: str | None = None
+    """Directory of its modules, if ranks can see that directory."""
 
     def __post_init__(self) -> None:
         check_choice("source.kind", self.kind, SourceKind)
@@ -188,10 +201,15 @@ class Code(SpecModel, frozen=True):
     option_prefix: ClassVar[str] = "code."
 
     content: bytes
-    size: Annotated[int, Meta(ge=1, le=MAX_CODE_BYTES)]  # of the content
+    """The archive, or its digest, in base64."""
+    size: Annotated[int, Meta(ge=1, le=MAX_CODE_BYTES)]
+    """Size of the archive in bytes."""
     unpacked: Annotated[int, Meta(ge=0, le=2**40)]
+    """Size of its files in bytes."""
     files: Annotated[int, Meta(ge=1, le=1_000_000)]
-    path: list[str] = []  # folders in it where ranks look for modules, too
+    """Number of its files."""
+    path: list[str] = []
+    """Folders of the code that ranks also import modules from."""
 
     def __post_init__(self) -> None:
         check_bounds(self, self.option_prefix)
@@ -236,31 +254,57 @@ class TrainingSpec(SpecModel, frozen=True):
 
     name: str
     world_size: WorldSize
+    """Number of ranks: at least min, at most max, target of them now."""
     command: list[str] | None = None
+    """Program that every rank runs, with its arguments. Set either this or source."""
     source: Source | None = None
+    """Code that is shipped with the training and run by every rank."""
     code: Code | None = None
+    """Directory that the training was deployed from; ranks start in its root."""
     args: list[str] = []
+    """Arguments added to the command, or passed to the source."""
     image: str | None = None
+    """Container image of the ranks."""
     env: dict[str, str] = {}
+    """Environment variables of the ranks; those that atoll sets are refused."""
     working_dir: str | None = None
+    """Directory that ranks start in, as an absolute path."""
     resources: Resources = Resources()
+    """What each rank needs."""
     provider_filter: ProviderFilter = ProviderFilter()
+    """Providers of machines that may be used."""
     topology_spread: TopologySpread = "none"
+    """How ranks are spread over hosts, providers and regions."""
     nccl_env: dict[str, str] = {}
+    """Environment variables for NCCL; they override those in env."""
     bench: BenchSpec = BenchSpec()
+    """Whether to measure the link between two hosts at the start."""
     rendezvous: RendezvousSpec = RendezvousSpec()
-    run_id: str | None = None  # the run in the object store to begin, or to go on with
+    """How ranks find each other."""
+    run_id: str | None = None
+    """Run in the object store that the training begins or continues."""
     mesh: bool = False
+    """Make ranks wait until every host can reach every other."""
     pip_packages: list[str] = []
+    """Python packages to install before a rank starts."""
     max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """How often a failed rank is restarted."""
     start_grace_s: Seconds = 30.0
+    """After this many seconds, min ranks may start without the others."""
     stop_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    """Seconds that a rank has to end after it was told to stop."""
     deadline_s: Deadline | None = None
+    """Fail the training this many seconds after its ranks were started."""
     ttl_seconds: IntegerSeconds | None = None
-    stall_s: StallSeconds | None = None  # a rank that does not move for so long is told of
-    stall_restart: bool = False  # and started again, out of max_restarts
-    executor: str | None = None  # unset until stored: the default of the control plane
+    """Delete the training this many seconds after its end."""
+    stall_s: StallSeconds | None = None
+    """Report a rank as stalled after this many seconds without output, metrics or CPU."""
+    stall_restart: bool = False
+    """Restart a stalled rank; this counts towards maxRestarts."""
+    executor: str | None = None
+    """Name of the executor that runs the ranks."""
     cancel: bool = False
+    """`true` stops the ranks and keeps the record. It cannot be undone."""
 
     def __post_init__(self) -> None:
         check_name("name", self.name)

@@ -54,10 +54,15 @@ class WorldStatus(Model, frozen=True):
     """
 
     ready: int = 0
+    """Ranks that run or have exited with code 0."""
     target: int = 0
+    """Number of ranks wanted."""
     min: int = 0
+    """Minimum number of ranks."""
     max: int = 0
+    """Maximum number of ranks."""
     below_minimum: bool = True
+    """Whether fewer than min ranks are ready."""
 
     def _repr_html_(self) -> str:
         return html.world_html(self)
@@ -107,16 +112,27 @@ class RankExit(Model, frozen=True):
     """The final record of one rank that ran. `exit_code` is None when it could not be learned."""
 
     rank: int
+    """Number of the rank."""
     exit_code: int | None
+    """Exit code; null if nobody knows it."""
     termination_reason: str
+    """How the rank ended."""
     restart_count: int = 0
+    """How often the rank had been restarted."""
     signal: str | None = None
+    """Signal that killed the rank."""
     started_at: float | None = None
+    """When the rank started, in seconds since 1970."""
     ended_at: float | None = None
+    """When the rank ended, in seconds since 1970."""
     host: str | None = None
+    """Host on which the rank ran."""
     collateral: bool = False
+    """Whether the rank ended because another one had failed."""
     message: str = ""
+    """Details for people."""
     log_tail: list[str] = []
+    """Last lines of the log."""
 
     @property
     def is_failure(self) -> bool:
@@ -136,14 +152,20 @@ class Condition(Model, frozen=True):
 
 class Resize(Model, frozen=True):
     from_target: int
+    """Target before the change."""
     to_target: int
+    """Target after the change."""
     at: float
+    """When the target changed, in seconds since 1970."""
 
 
 class WorldPoint(Model, frozen=True):
     at: float
+    """When the world changed, in seconds since 1970."""
     target: int
+    """Number of ranks wanted."""
     ready: int
+    """Number of ranks ready."""
 
 
 class Usage(Model, frozen=True):
@@ -155,16 +177,27 @@ class BenchResult(Model, frozen=True):
     """One measurement of the link between two hosts. Bandwidths in Gbit/s."""
 
     measured_at: float
+    """When the link was measured, in seconds since 1970."""
     probe_node_a: str
+    """The first host."""
     probe_node_b: str
+    """The second host."""
     size_bytes_swept: list[int] = []
+    """Message sizes in bytes."""
     busbw_gbps_p10: float | None = None
+    """Bus bandwidth in Gbit/s, 10th percentile."""
     busbw_gbps_p50: float | None = None
+    """Bus bandwidth in Gbit/s, median."""
     busbw_gbps_p90: float | None = None
+    """Bus bandwidth in Gbit/s, 90th percentile."""
     algbw_gbps_p50: float | None = None
+    """Bandwidth that a program gets, in Gbit/s, median."""
     latency_us_at_1mib: float | None = None
+    """Time of a message of 1 MiB in microseconds."""
     is_worker_pair: bool = True
-    points: list[tuple[int, float]] = []  # (bytes, Gbit/s), for the plot
+    """Whether both hosts run ranks."""
+    points: list[tuple[int, float]] = []
+    """Pairs of a message size in bytes and a bandwidth in Gbit/s."""
 
 
 BenchPhase = Literal["", "Pending", "Running", "Succeeded", "Failed", "TimedOut", "Skipped"]
@@ -172,10 +205,15 @@ BenchPhase = Literal["", "Pending", "Running", "Succeeded", "Failed", "TimedOut"
 
 class BenchStatus(Model, frozen=True):
     phase: BenchPhase = ""
+    """How far the measurement is."""
     message: str = ""
+    """Details for people."""
     result: BenchResult | None = None
+    """The measurement."""
     started_at: float | None = None
+    """When the measurement started, in seconds since 1970."""
     completed_at: float | None = None
+    """When the measurement ended, in seconds since 1970."""
 
 
 class ObservedBench(Model, frozen=True):
@@ -190,9 +228,13 @@ class MeshStatus(Model, frozen=True):
     """Whether the hosts of a training can reach each other; `message` names pairs that cannot."""
 
     state: MeshState
+    """Whether every host can reach every other."""
     message: str = ""
+    """Which hosts cannot reach each other."""
     hosts: int = 1
-    foreign_writes: int = 0  # to keys of the gate, by somebody else; they were put right
+    """Number of hosts."""
+    foreign_writes: int = 0
+    """Keys of the gate that somebody else wrote and that were corrected."""
 
 
 class DesiredState(Model, frozen=True):
@@ -203,42 +245,68 @@ class DesiredState(Model, frozen=True):
     """
 
     version: int
+    """Grows with every change."""
     size: int
+    """Ranks 0 to size-1 are wanted."""
     discarded_attempts: dict[int, int] = {}
+    """By rank, an attempt that does not count."""
 
 
 class StatusHead(Model, frozen=True):
     """What is known of a training beside its ranks."""
 
     phase: Phase = Phase.NONE
+    """Phase of the training."""
     reason: str = ""
+    """Why the training is in its phase."""
     message: str = ""
+    """The same for people, in one sentence."""
     observed_generation: int = 0
+    """Newest generation of the spec that this status reflects."""
     world: WorldStatus = WorldStatus()
+    """How many ranks there are and how many are wanted."""
     root_cause: RankExit | None = None
+    """Exit of the rank that made the training fail."""
     conditions: list[Condition] = []
-    started_at: float | None = None  # first rank running
+    """What is true of the training, for `kubectl wait --for=condition=Ready`."""
+    started_at: float | None = None
+    """When the first rank ran, in seconds since 1970."""
     ended_at: float | None = None
-    gate_opened_at: float | None = None  # when ranks were let go
-    failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
+    """When the training ended, in seconds since 1970."""
+    gate_opened_at: float | None = None
+    """When the start gate opened, in seconds since 1970."""
+    failing: str = ""
+    """Reason of a decision to fail, until every rank has stopped."""
     failing_message: str = ""
+    """The same for people."""
     # By the steady clock: when the executor, seen with nothing, was last asked for ranks.
     desired_at: float | None = None
-    desired: DesiredState | None = None  # the newest wish
-    discarded_attempts: dict[
-        int, int
-    ] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
-    stalled: dict[int, float] = {}  # ranks that do not move, and since when
-    warnings: list[str] = []  # what is wrong with how it trains, in sentences
+    """When the executor was last told of ranks that it does not show."""
+    desired: DesiredState | None = None
+    """What the executor was last told to run."""
+    discarded_attempts: dict[int, int] = {}
+    """By rank, an attempt that does not count."""
+    stalled: dict[int, float] = {}
+    """Stalled ranks and since when, in seconds since 1970."""
+    warnings: list[str] = []
+    """Problems with the training itself, in sentences."""
     world_size_history: list[WorldPoint] = []
+    """The latest changes of the world's size."""
     last_resize: Resize | None = None
-    is_released: bool = False  # the executor holds nothing of it any more
+    """The latest change of the target."""
+    is_released: bool = False
+    """Whether the executor has removed everything but the logs."""
     rendezvous_endpoint: str = ""
-    mesh: MeshStatus | None = None  # None for a training without a gate
+    """Where ranks find each other."""
+    mesh: MeshStatus | None = None
+    """Whether the hosts can reach each other."""
     bench: BenchStatus = BenchStatus()
+    """The measurement of the link between two hosts."""
     # The steady time of "created", "ended" and "bench" (its start), where it is not the wall's.
     started_monotonic: dict[str, float] = {}
-    clock_skew: float = 0.0  # the clock that dates the ranks less the steady one, if over 1 s
+    """Monotonic times of creation, end and bench."""
+    clock_skew: float = 0.0
+    """Seconds by which the clock of the ranks is ahead."""
 
 
 class Status(StatusHead, frozen=True):
@@ -331,11 +399,17 @@ class Event(Model, frozen=True):
     """Something worth telling, as it happened."""
 
     type: EventType
+    """Normal or Warning."""
     reason: str
+    """What happened, in one word."""
     message: str
+    """What happened, in one sentence."""
     at: float
+    """When it happened last, in seconds since 1970."""
     count: int = 1
+    """How often it happened in a row."""
     id: int = 0
+    """Number of the event."""
 
 
 class AttemptStatus(Model, frozen=True):
@@ -343,15 +417,25 @@ class AttemptStatus(Model, frozen=True):
     where it could not be learned."""
 
     rank: int
+    """Number of the rank."""
     attempt: int
+    """Number of the attempt, from 0."""
     started_at: float | None = None
+    """When the attempt started, in seconds since 1970."""
     ended_at: float | None = None
+    """When the attempt ended, in seconds since 1970."""
     exit_code: int | None = None
+    """Exit code; null if nobody knows it."""
     reason: str = ""
+    """How the attempt ended."""
     signal: str | None = None
-    is_stopped: bool = False  # atoll asked for its end
+    """Signal that killed it."""
+    is_stopped: bool = False
+    """Whether atoll stopped it."""
     message: str = ""
+    """Details for people."""
     host: str | None = None
+    """Host on which it ran."""
 
 
 RankState = Literal["waiting", "running", "exited"]

@@ -1,1 +1,1 @@
-"""The mesh gate, at which ranks wait, and the fabric of agents that says when it opens."""
+"""The mesh gate, at which ranks wait, and the fabric of agents that decides when it opens."""

@@ -20,7 +20,7 @@ from atoll.mesh.http import Response, ResponseParser, render_request
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401  # error codes of etcd's v2 API
-REQUEST_S = 5.0  # etcd answers in milliseconds; its own election after a loss takes 1 to 2 s
+REQUEST_S = 5.0  # for one request; callers try again
 WATCH_S = 30.0  # after which a watch asks again, in case etcd was replaced by an empty one
 READ_BYTES = 64 << 10  # at a time; what a StreamReader holds back by default
 MAX_IDLE = 4  # connections kept open for the next request: as many as `MeshWatch` writes at once
@@ -82,11 +82,11 @@ class EtcdKeys:
         return values, version
 
     async def delete(self, key: str) -> bool:
-        """The key is gone; True if it was there."""
+        """Deletes the key; True if it existed."""
         return (await self._ask("DELETE", key))[0] is not None
 
     async def delete_all(self, key: str) -> bool:
-        """The key and all below it are gone; True if it was there."""
+        """Deletes the key and all below it; True if it existed."""
         return (await self._ask("DELETE", key, {"recursive": "true", "dir": "true"}))[0] is not None
 
     async def next_change(self, key: str, after: int, wait_s: float = WATCH_S) -> KeyChange | None:

@@ -1,9 +1,9 @@
 """The agent beside a host's ranks: it listens, probes every other host, and reports.
 
 `python -m atoll.mesh.fabric --host NAME --address ADDR --etcd ENDPOINT`. Agents meet in the
-training's etcd: each writes where it listens, reads the roster that the controller makes of all of
-them, and writes a report whenever, and only when, its view changes. The agent is a process of its
-own, so it may use an event loop; nothing that a rank imports does.
+training's etcd: each writes where it listens, reads the membership that the controller makes of all
+of them, and writes a report whenever, and only when, its view changes. The agent is a process of
+its own, so it may use an event loop; nothing that a rank imports does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HELLO = b"atoll-fabric "
 
 
 class Agent:
-    """One host's view of a roster."""
+    """One host's view of a membership."""
 
     def __init__(
         self, host: str, publish: Callable[[ReachReport], Coroutine[Any, Any, None]]
@@ -63,7 +63,7 @@ class Agent:
         writer.close()
 
     def follow(self, membership: Membership) -> None:
-        """From now on, reports are about this roster. What is known of hosts that stay counts."""
+        """Reports about this membership from now on; keeps what is known of hosts that stay."""
         if self._membership is not None and membership.version <= self._membership.version:
             return
         before = self._membership.addresses if self._membership else {}
@@ -193,7 +193,7 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
 async def _follow_membership(
     keys: EtcdKeys, folder: str, agent: Agent, own: str, listen_address: bytes
 ) -> None:
-    """Keep this host's place in etcd, and the agent on the newest roster, for ever.
+    """Keep this host's address in etcd, and the agent on the newest membership, for ever.
 
     Both are checked again when nothing has come for a while: an etcd that was replaced is empty and
     would report no change.
@@ -229,7 +229,7 @@ def _follow(agent: Agent, value: str) -> None:
 @click.option("--etcd", envvar="ATOLL_MESH_ENDPOINT", required=True, help="host:port of etcd.")
 @click.option("--folder", default=FABRIC_DIR, help="Of the training, in that etcd.")
 def main(host: str, address: str, etcd: str, folder: str) -> None:
-    """Tell which peers this host can reach, until stopped."""
+    """Report which peers this host can reach, until stopped."""
     if split_endpoint(etcd) is None:
         raise click.UsageError(f"--etcd: {etcd!r}: expected host:port, or in ATOLL_MESH_ENDPOINT")
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):

@@ -20,8 +20,8 @@ MeshStatus = Literal["ready", "degraded", "timeout"]
 REQUEST_S = 2.0  # one request, name lookup included
 MIN_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
 HOST_NAMES = ("NODE_NAME", "KUBERNETES_NODE_NAME")
-# The first variable that is set counts; one that is set to nothing says that the training has no
-# gate. A c10d training needs that: there the second variable names a TCPStore, not an etcd.
+# The first variable that is set counts; an empty one means that the training has no gate. A c10d
+# training needs that: there the second variable names a TCPStore, not an etcd.
 ENDPOINT_NAMES = ("ATOLL_MESH_ENDPOINT", "BASILICA_RDZV_ENDPOINT")
 
 _last: MeshStatus | None = None

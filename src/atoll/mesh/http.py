@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Generator, Mapping
 
-MAX_HEAD_BYTES = 64 << 10  # of all headers; etcd sends a few hundred bytes
-MAX_BODY_BYTES = 64 << 20  # a list of 10,000 hosts with reports has 5 MiB
+MAX_HEAD_BYTES = 64 << 10  # of all headers, for the same reason as MAX_BODY_BYTES
+MAX_BODY_BYTES = 64 << 20  # so that a peer that is no etcd cannot fill the memory
 
 
 class Response(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 
-FABRIC_DIR = "atoll/fabric"  # under it: hosts/<host>, roster, reports/<host>
+FABRIC_DIR = "atoll/fabric"  # under it: hosts/<host>, membership, reports/<host>
 MAX_NAMED = 32  # hosts that a report names; of more it gives only the number
 MAX_PAIRS = 8
 DEADLINE_S = 60.0  # after which ranks are let in with what there is
@@ -29,14 +29,14 @@ def host_of(agent: str) -> str:
 
 
 class Membership(Model, frozen=True):
-    """The hosts that must reach each other, and where each one's agent listens."""
+    """The hosts that must reach each other, and the address of each one's agent."""
 
     version: int
     addresses: dict[str, tuple[str, int]]
 
 
 class ReachReport(Model, frozen=True):
-    """What one host's agent says about a roster; its newest report counts."""
+    """The report of one host's agent about a membership; its newest report counts."""
 
     host: str
     membership: int
@@ -63,12 +63,12 @@ class Fabric:
         return self._membership
 
     def enlist(self, membership: Membership) -> None:
-        """From now on this roster counts, and reports on an older one do not."""
+        """Replaces the membership; reports on an older one no longer count."""
         if self._membership is None or membership.version > self._membership.version:
             self.__init__(membership)  # type: ignore[misc]
 
     def fold(self, report: ReachReport) -> None:
-        """Take the report into account, unless it is about another roster or by a stranger."""
+        """Adds the report, unless it is about another membership or from a host outside it."""
         membership = self._membership
         if membership is None or report.membership != membership.version:
             return
@@ -92,7 +92,7 @@ class Fabric:
     def judge(self, *, is_overdue: bool, missing: Collection[str] = ()) -> MeshVerdict:
         """Ready if whole; otherwise Pending, or Degraded once the deadline has passed.
 
-        `missing` are hosts that are not on the roster yet, as their agents have not come up.
+        `missing` are hosts that are not members yet, as their agents have not come up.
         """
         if self.is_complete and not missing:
             return MeshVerdict(MeshState.READY, "")

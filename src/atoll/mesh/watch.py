@@ -1,7 +1,7 @@
 """The control plane's side of the mesh gate: it reads reports and writes the gate's keys.
 
 A training with several hosts has one watch. It holds nothing that is not in etcd: a successor reads
-the agents, the roster and the reports there and goes on.
+the agents, the membership and the reports there and goes on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MeshWatch:
         self._all_hosts: set[str] = set()  # those of now and before: their keys are ours to remove
         self._addresses: dict[str, tuple[str, int]] = {}
         self._fabric = Fabric()
-        self._version = 0  # of the newest roster
+        self._version = 0  # of the newest membership
         self._is_overdue = False
         self._was_ready = False
         self._is_only_fewer = False
@@ -94,7 +94,7 @@ class MeshWatch:
                 tasks.create_task(self._guard())
 
     async def clear(self, keep: Collection[str] = ()) -> None:
-        """The keys of these agents are gone, and the gate's keys of their hosts not in `keep`."""
+        """Deletes the keys of these agents, and the gate's keys of their hosts not in `keep`."""
         values, _ = await self._keys.list(self._folder)
         for key, value in values.items():
             self._note(key, value)
@@ -197,7 +197,7 @@ class MeshWatch:
         self._version = max(self._version, membership.version)
 
     async def _settle(self) -> None:
-        """Roster, keys and verdict are what follows from the agents and reports known now."""
+        """Writes membership, keys and verdict as the agents and reports known now require."""
         membership = self._fabric.membership
         is_complete = len(self._addresses) == len(self._agents)
         if is_complete and (membership is None or membership.addresses != self._addresses):
@@ -228,7 +228,7 @@ class MeshWatch:
 
     async def _write_gate(self, folder: str) -> None:
         gate_keys = {f"{folder}/{host}" for host in self.hosts}
-        # The new keys come first: a rank that looks in between finds one or both, never none.
+        # The new keys come first: a rank that polls in between finds one or both, never none.
         new = sorted(gate_keys - self._gate_keys)
         for at in range(0, len(new), AT_ONCE):
             await asyncio.gather(*(self._keys.put(key, "1") for key in new[at : at + AT_ONCE]))

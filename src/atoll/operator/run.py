@@ -28,8 +28,6 @@ from atoll.backends.kubernetes.names import REPORT_KEY
 from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.controller.informer import INFORMER, Informer
-from atoll.controller.loop import Controller
-from atoll.controller.sweep import keep_swept
 from atoll.core.clock import Now
 from atoll.core.config import Config, parse
 from atoll.core.errors import (
@@ -41,14 +39,13 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.webhooks import Webhook
-from atoll.metrics.collect import Collector
 from atoll.metrics.store import MetricStore
 from atoll.operator.front import LeaderFront
 from atoll.operator.webhooks import WebhookEvents
-from atoll.rounds.follow import RoundFollower, metrics_uri_of, store_access_of
 from atoll.server.app import create_app
+from atoll.server.assembly import assemble
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
-from atoll.server.deliver import Deliverer, load_webhooks
+from atoll.server.deliver import load_webhooks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
 from atoll.server.http.server import GuardedServer, listen
@@ -148,40 +145,33 @@ class Operator:
         cluster = self.cluster
         store = KubernetesStore(cluster, self.namespace)
         executor = KubernetesBackend(**self.options, cluster=cluster, is_owner=True)
-        executors = {executor.name: executor}
-        controller = Controller(
-            store,
-            executors,
+        tasks = assemble(
+            store=store,
+            executors={executor.name: executor},
+            kinds={executor.name: KIND},
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
-            on_pass=lambda done: self.gauges.record_pass(done.seconds),
-            idle_s=metrics.idle_tracker.idle_s,
-            rounds=metrics.rounds.observed,
-        )
-        metrics.rounds.on_news = controller.wake
-        collector = Collector(metrics, metrics_uri_of(executors))
-        follower = RoundFollower(
-            metrics.rounds,
-            store_access_of(executors, {executor.name: KIND}),
-            self.config.round_stores,
+            metrics=metrics,
+            gauges=self.gauges,
+            outbox=events.outbox,
+            round_stores=self.config.round_stores,
             own_namespace="",  # nobody here is the operator's own user
         )
-        works: dict[str, Work] = {
-            "sweep": lambda: keep_swept(store, executor),
-            "events for webhooks": events.run,
-            "webhooks": Deliverer(events.outbox).run,
-            "metrics": lambda: collector.run(self.informer),
-            "rounds": lambda: follower.run(self.informer),
-        }
+        control = tasks.pop(CONTROLLER)
+        tasks["events for webhooks"] = events.run
         try:
             await events.begin()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(controller.run())
-                for name, work in works.items():
-                    tasks.create_task(background.keep_running(name, work))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_run(control))
+                for name, work in tasks.items():
+                    group.create_task(background.keep_running(name, work))
         finally:
             await executor.stop()
             await store.close()
+
+
+async def _run(work: Work) -> None:
+    await work()
 
 
 async def run_operator(

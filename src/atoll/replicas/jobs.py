@@ -18,6 +18,7 @@ from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAU
 from atoll.backends.kubernetes.pod import when
 from atoll.backends.kubernetes.read import desired_of, finished
 from atoll.backends.kubernetes.render import gang_name
+from atoll.backends.kubernetes.results import printed, result_in_log
 from atoll.core.checks import RESULTS_VARIABLE
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
@@ -128,6 +129,21 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
                 await self._patch_job(training, {"metadata": {"annotations": {STOP_CAUSE: cause}}})
         await super().apply(training, desired)
 
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        found = await super().result(training, rank)
+        if found is not None:
+            return found
+
+        async def read(last: int | None) -> AsyncIterator[LogLine]:
+            lines = await self._archived(training, rank)
+            for text in lines if last is None else lines[max(len(lines) - last, 0) :]:
+                yield LogLine(rank=rank, text=text)
+
+        return await result_in_log(read, training.uid)
+
+    async def _archived(self, training: Training, rank: int) -> list[str]:
+        return await self._archive.lines(self._object_key(training)[0], training.uid, rank)
+
     async def logs(
         self,
         training: Training,
@@ -142,7 +158,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             ranks_read.add(line.rank)
             yield line
         for rank in sorted(set(ranks or ()) - ranks_read):
-            lines = await self._archive.lines(self._object_key(training)[0], training.uid, rank)
+            lines = printed(await self._archived(training, rank))
             for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
                 yield LogLine(rank=rank, text=text)
 

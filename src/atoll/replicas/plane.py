@@ -441,6 +441,9 @@ class SharedExecutor(Executor):
     def changes(self) -> AsyncIterator[Key]:
         return self._backend.changes()
 
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        return await self._backend.result(training, rank)
+
     def logs(
         self,
         training: Training,

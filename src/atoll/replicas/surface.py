@@ -16,19 +16,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from msgspec.structs import replace
 
-from atoll.agent.result import (
-    PICKLE,
-    Reading,
-    decode_value,
-    find_result,
-    nonce_of,
-)
+from atoll.agent.result import NONE, PICKLE, Result, decode_value
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,
@@ -41,8 +35,7 @@ from atoll.core.checks import (
     is_text,
 )
 from atoll.core.describe import describe_exit
-from atoll.core.errors import NotFound, ValidationError
-from atoll.core.lines import without_results
+from atoll.core.errors import BackendError, NotFound, ValidationError
 from atoll.core.phase import TERMINAL, Phase
 from atoll.core.ports import Executor
 from atoll.core.reasons import PhaseReason
@@ -263,10 +256,7 @@ class ReplicaSurface:
         """The last `n_lines` lines it has printed; a placeholder while there are none."""
         check_int("n_lines", n_lines, 1, 10_000_000)
         gang = self._gang(handle)
-        lines = self._log(gang, handle, n_lines)
-        texts = without_results(lines)
-        if len(texts) < len(lines) == n_lines:  # the others were a result: read further back
-            texts = without_results(self._log(gang, handle, None))[-n_lines:]
+        texts = self._log(gang, handle, n_lines)
         return "\n".join(texts) if texts else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:
@@ -449,33 +439,29 @@ class ReplicaSurface:
     def _result(self, gang: Gang, handle: ReplicaHandle) -> tuple[Any, str]:
         """The result of the replica, or None and why there is none."""
         if handle.rank not in gang.results:
-            reading = self._read_result(gang, handle)
-            if reading.trouble:
-                log.warning("rank %d of %s: %s", handle.rank, gang.training.name, reading.trouble)
-            gang.results[handle.rank] = self._decode(gang, reading)
+            gang.results[handle.rank] = self._decode(gang, self._read_result(gang, handle))
         return gang.results[handle.rank]
 
-    def _decode(self, gang: Gang, reading: Reading) -> tuple[Any, str]:
-        if reading.result is None:
-            return None, reading.trouble
+    def _decode(self, gang: Gang, result: Result | None) -> tuple[Any, str]:
+        if result is None:
+            return None, ""
         is_function = gang.training.spec.env.get(RESULTS_VARIABLE) == PICKLE
         try:
-            return decode_value(reading.result, allow_pickle=self._allow_pickle and is_function), ""
+            return decode_value(result, allow_pickle=self._allow_pickle and is_function), ""
         except ValueError as error:
             return None, str(error)
 
-    def _read_result(self, gang: Gang, handle: ReplicaHandle) -> Reading:
+    def _read_result(self, gang: Gang, handle: ReplicaHandle) -> Result | None:
         plane = gang.plane
         if plane is None:
-            return Reading(None)
-
-        async def texts(tail: int | None) -> AsyncIterator[str]:
-            with contextlib.suppress(NotFound):  # deleted
-                lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
-                async for line in lines:
-                    yield line.text
-
-        return plane.call(find_result(texts, nonce_of(gang.training.uid)))
+            return None
+        try:
+            found = plane.call(plane.executor.result(gang.training, handle.rank))
+        except NotFound:  # deleted
+            return None
+        except BackendError as error:
+            return Result(NONE, str(error).encode())
+        return None if found is None else Result(*found)
 
 
 def absent_gang(address: LaunchAddress) -> Gang:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.backends.local.enclosing_rank import EnclosingRank, enclosing_rank
-from atoll.backends.local.spare import FULL, has_room, make_spare, spare_directories
+from atoll.backends.local.reserve import check_writable
 from atoll.backends.local.state import ENDPOINT, state_dir
 from atoll.core.errors import AtollError, Permanent, Temporary
-from atoll.files.ownership import make_private, private
+from atoll.files.ownership import private
 from atoll.sdk import config
 from atoll.sdk.effects import NoControlPlane, OtherRelease, describe_difference
 from atoll.sdk.endpoint import Address, local_fields
@@ -105,7 +105,7 @@ class UserPlane:
         if (rank := enclosing_rank()) is not None:
             raise self._no_control_plane(rank)
         try:
-            make_private(self._where)
+            check_writable(self._where)
             with _only_one(self._where):
                 if read_announcement(self._where) is None:
                     start(self._where)
@@ -225,7 +225,8 @@ def start(where: Path, *, is_owned: bool = False) -> PlaneProcess:
         command += ["--config", settings.path]
     if slots := os.environ.get(SLOTS):
         command += ["--slots", slots]
-    log = _log_path(where)
+    check_writable(where)
+    log = where / "server.log"
     with open(log, "ab", opener=private) as errors:
         log_start = errors.tell()
         process = subprocess.Popen(
@@ -280,28 +281,19 @@ def running(where: Path) -> str | None:
 
 def read_announcement(where: Path) -> dict[str, Any] | None:
     """The endpoint file of the server of this directory; None if no server is alive."""
-    announcement = _find_announcement(where)
-    return None if announcement is None else announcement[1]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        endpoint: dict[str, Any] = json.loads((where / ENDPOINT).read_bytes())
+        if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
+            return endpoint
+    return None
 
 
 def plane_address(where: Path, token: str | None) -> Address:
     """The server of this directory, and the token of its user unless there is another one."""
-    announcement = _find_announcement(where)
-    if announcement is None:
+    endpoint = read_announcement(where)
+    if endpoint is None:
         raise Temporary(f"the control plane of {where} has ended: {where}/server.log may say why")
-    directory, endpoint = announcement
-    return Address(str(endpoint["url"]), token or read_token(where), directory)
-
-
-def _find_announcement(where: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The directory of a live server's endpoint file and socket, with that file: this one, or its
-    spare directory."""
-    for directory in (where, *spare_directories(where)):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            endpoint: dict[str, Any] = json.loads((directory / ENDPOINT).read_bytes())
-            if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
-                return directory, endpoint
-    return None
+    return Address(str(endpoint["url"]), token or read_token(where), where)
 
 
 def _warn_if_other(where: Path) -> None:
@@ -332,22 +324,9 @@ def start_time(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def _only_one(where: Path) -> Iterator[None]:
-    try:
-        lock = open(where / "start.lock", "a", opener=private)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        lock = open(make_spare(where) / "start.lock", "a", opener=private)
-    with lock:
+    with open(where / "start.lock", "a", opener=private) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _log_path(where: Path) -> Path:
-    if not has_room(where):
-        with contextlib.suppress(OSError):
-            return make_spare(where) / "server.log"
-    return where / "server.log"
 
 
 def _last_line(log: Path, start: int) -> str:

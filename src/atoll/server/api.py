@@ -54,7 +54,7 @@ METRICS = "/metrics"
 class Health(Model, frozen=True):
     """`failing`: what does not work; trainings are looked after all the same."""
 
-    status: Literal["ok", "degraded", "read-only"]
+    status: Literal["ok", "degraded"]
     failing: list[TaskFailure] = []
 
 
@@ -72,8 +72,6 @@ async def readyz(call: ApiCall) -> Answer:
             raise Temporary(f"no training is looked after now: {failure.error}")
     if plane.metrics is not None and plane.metrics.trouble:
         failing.append(TaskFailure(name="metrics", error=plane.metrics.trouble))
-    if plane.setup.read_only:
-        return json_answer(Health(status="read-only", failing=failing))
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
 
 
@@ -312,8 +310,7 @@ NATIVE = (
         "GET",
         "/readyz",
         readyz,
-        "Whether the server can serve requests: its store answers. The status is `read-only` while "
-        "there is no room to write.",
+        "Whether the server can serve requests: its store answers.",
         {200: _YES, 500: _NO, 503: _NO},
         is_open=True,
     ),

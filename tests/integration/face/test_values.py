@@ -16,7 +16,6 @@ import pytest
 
 import atoll
 from atoll import ValidationError
-from atoll.core.lines import RESULT_MARK
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +87,7 @@ def test_the_result_of_a_program_that_sets_none_is_none(client: atoll.Client) ->
 
 TORN = """
 import os
-from atoll.agent.result import Result, nonce_of, result_lines
-lines = result_lines(Result("json", b"1" * 9000), nonce_of(os.environ["ATOLL_UID"]), "0" * 8)
-os.write(1, lines[0])
+open(os.environ["ATOLL_RESULT"], "w").write('{"encoding": "json", "bytes": 9000}\\n1')
 """
 
 
@@ -104,7 +101,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "odd": ({"source": lambda: Path("x")}, r"not a pathlib.*Path: .*allow_pickle=True"),
     "large": ({"source": lambda: "x" * 17_000_000}, "has 16 MiB, expected at most 16: write it to"),
     "nested": ({"source": nested}, "nested too deeply, or holds itself"),
-    "torn": ({"command": [sys.executable, "-c", TORN]}, "not complete in the log"),
+    "torn": ({"command": [sys.executable, "-c", TORN]}, "the result is damaged"),
 }
 
 
@@ -134,10 +131,9 @@ class Evil:
 def test_a_pickle_needs_both_sides(client: atoll.Client, tmp_path: Path) -> None:
     evil = base64.b64encode(pickle.dumps(Evil(str(tmp_path / "ran")))).decode()
     program = (
-        "import os, base64\nfrom atoll.agent.result import Result, nonce_of, result_lines\n"
+        "import os, base64\nfrom atoll.agent.result import Result, write_result\n"
         f"result = Result('pickle', base64.b64decode({evil!r}))\n"
-        "for line in result_lines(result, nonce_of(os.environ['ATOLL_UID']), '0' * 8):\n"
-        "    os.write(1, line)\n"
+        "write_result(os.environ['ATOLL_RESULT'], result)\n"
     )
     training = ended(client, "evil", command=[sys.executable, "-c", program])
     with pytest.raises(ValueError, match="allow_pickle"):
@@ -150,11 +146,21 @@ def test_a_pickle_needs_both_sides(client: atoll.Client, tmp_path: Path) -> None
     assert training.result(allow_pickle=True) == Path("x")
 
 
-def test_forged_and_broken_marks_are_no_values(client: atoll.Client) -> None:
-    program = f"print({RESULT_MARK!r} + '0 1 gASVBQAAAAAAAABLKi4='); print('seen')"
-    training = ended(client, "forged", command=[sys.executable, "-c", program])
+def test_a_log_is_what_a_rank_printed_and_holds_no_result(client: atoll.Client) -> None:
+    program = "import atoll; print('\\x1eatoll-result 0 1'); atoll.set_result(7); print('seen')"
+    training = ended(client, "printed", command=[sys.executable, "-c", program])
+    assert training.result() == 7
+    assert [line.text for line in training.logs()] == ["\x1eatoll-result 0 1", "seen"]
+
+
+def test_a_restart_without_a_result_has_none(client: atoll.Client) -> None:
+    program = (
+        "import os, sys, atoll\nif os.environ['ATOLL_ATTEMPT'] == '0':\n"
+        "    atoll.set_result('of the first'); sys.exit(1)\n"
+    )
+    command = [sys.executable, "-c", program]
+    training = ended(client, "again", command=command, max_restarts=1)
     assert training.result() is None
-    assert [line.text for line in training.logs()] == ["seen"]
 
 
 def test_the_last_lines_of_a_failed_rank_are_what_it_printed(client: atoll.Client) -> None:

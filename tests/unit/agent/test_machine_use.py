@@ -179,6 +179,7 @@ def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
         "code": None,
         "stop_grace_s": 5,
         "eviction_s": 30,
+        "results": "/nowhere",
         "deadline_s": None,
         "gated": False,
     }

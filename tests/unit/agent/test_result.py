@@ -1,9 +1,13 @@
-"""Results in a log: what comes back, and what is ignored."""
+"""Results of ranks: what comes back, what is refused, and what a crash leaves."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +15,26 @@ import msgspec
 import numpy
 import pytest
 
+from atoll.agent.process import result_fields
 from atoll.agent.result import (
-    MARK,
     MAX_BYTES,
     Result,
     decode_value,
     encode_value,
     hand_in,
-    nonce_of,
-    parts_expected,
-    read_result,
-    result_lines,
+    parse_result,
     set_result,
+    write_result,
 )
-from atoll.core.lines import without_result
+from atoll.core.errors import ResultError
 from atoll.server.handlers.results import report_of
 
-NONCE = nonce_of("a-launch")
 
-
-def lines_of(result: Result, nonce: str = NONCE, call: str = "00000001") -> list[str]:
-    return [line.decode().rstrip("\n") for line in result_lines(result, nonce, call)]
+def carried(result: Result, folder: Path) -> Result:
+    """The result as somebody reads it that a rank has left in a file."""
+    path = folder / "0.0.result"
+    write_result(str(path), result)
+    return parse_result(path.read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -46,12 +49,10 @@ def lines_of(result: Result, nonce: str = NONCE, call: str = "00000001") -> list
         ([2j, b"", 2**80], "msgpack"),
     ],
 )
-def test_plain_data_comes_back_as_it_was(value: Any, encoding: str) -> None:
+def test_plain_data_comes_back_as_it_was(value: Any, encoding: str, tmp_path: Path) -> None:
     result = encode_value(value)
     assert result.encoding == encoding
-    back = read_result(lines_of(result), NONCE).result
-    assert back is not None
-    decoded = decode_value(back)
+    decoded = decode_value(carried(result, tmp_path))
     assert decoded == value
     assert type(decoded) is type(value)
 
@@ -130,10 +131,9 @@ class Evil:
 @pytest.mark.parametrize("encoding", ["json", "msgpack", "pickle", "none"])
 def test_reading_a_result_runs_no_code_of_the_rank(tmp_path: Path, encoding: str) -> None:
     payload = pickle.dumps(Evil(tmp_path / "ran"))
-    reading = read_result(lines_of(Result(encoding, payload)), NONCE)
-    assert reading.result is not None
+    result = carried(Result(encoding, payload), tmp_path)
     with pytest.raises(ValueError, match="."):
-        decode_value(reading.result)
+        decode_value(result)
     assert not (tmp_path / "ran").exists()
 
 
@@ -144,72 +144,73 @@ def test_a_pickle_is_read_only_where_it_is_allowed() -> None:
     assert decode_value(result, allow_pickle=True) == Path("x")
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [
-        "",
-        "0 1 gASVBQAAAAAAAABLKi4=",
-        f"{NONCE} 00000001 json 0 1 !!!",
-        f"{NONCE} 00000001 json 0 1 A",
-        f"{NONCE} 00000001 json 1 1 MQ==",
-        f"{NONCE} 00000001 json 0 9999 MQ==",
-        f"{NONCE} 00000001 yaml 0 1 MQ==",
-        f"{NONCE} 00000001 json -1 1 MQ==",
-        f"{NONCE} 00000001 json 0 1 MQ== more",
-        f"{nonce_of('another')} 00000001 json 0 1 MQ==",
-        "\u0660" * 40,
-    ],
-)
-def test_a_bad_mark_is_ignored_and_told(rest: str) -> None:
-    alone = read_result([f"before {MARK}{rest}"], NONCE)
-    assert alone.result is None
-    assert "1 marked line of its log ignored" in alone.trouble
-    beside = read_result([*lines_of(encode_value(7)), MARK + rest], NONCE)
-    assert beside.result == encode_value(7)
-    assert beside.trouble == alone.trouble
-
-
-def test_the_last_complete_result_counts_and_calls_do_not_mix() -> None:
-    first, second = encode_value("a" * 9000), encode_value("b" * 9000)
-    a, b = lines_of(first, call="0000000a"), lines_of(second, call="0000000b")
-    assert len(a) == 4
-    mixed = [line for pair in zip(a, b, strict=True) for line in pair]
-    assert read_result(mixed, NONCE).result == second
-    assert read_result([*b, *a[:2]], NONCE).result == second
-    assert "not complete" in read_result(a[1:], NONCE).trouble
-    assert parts_expected(a[-1:], NONCE) == 4
-    assert parts_expected(["x", MARK], NONCE) == 0
-
-
-def test_lines_fit_into_one_write_and_hide_nothing_else() -> None:
-    lines = result_lines(Result("msgpack", bytes(MAX_BYTES)), NONCE, "00000001")
-    assert max(map(len, lines)) <= 4096
-    assert without_result("half" + lines[0].decode()) == "half"
-    assert without_result(lines[1].decode()) is None
-    assert without_result("plain") == "plain"
-
-
-def test_a_rank_hands_in_what_it_can_and_says_what_it_cannot(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_rank_leaves_what_it_can_and_says_what_it_cannot(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("ATOLL_UID", raising=False)
-    set_result(1)
-    assert capfd.readouterr().out == ""
-    monkeypatch.setenv("ATOLL_UID", "a-launch")
+    path = tmp_path / "0.0.result"
+    monkeypatch.delenv("ATOLL_RESULT", raising=False)
+    set_result(1)  # atoll did not start this process
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("ATOLL_RESULT", str(path))
+    set_result({"loss": 2})
     set_result({"loss": 1})
-    reading = read_result(capfd.readouterr().out.split("\n"), NONCE)
-    assert reading.result == Result("json", b'{"loss": 1}')
+    assert parse_result(path.read_bytes()) == Result("json", b'{"loss": 1}')
+    assert result_fields(str(path)) == {"result": {"encoding": "json", "bytes": 11}}
     hand_in(object())
     said = capfd.readouterr()
     assert "not a builtins.object" in said.err
-    result = read_result(said.out.split("\n"), NONCE).result
-    assert result is not None
+    assert said.out == ""  # the log is what the program prints
     with pytest.raises(ValueError, match=r"not a builtins\.object"):
-        decode_value(result)
+        decode_value(parse_result(path.read_bytes()))
     with pytest.raises(ValueError, match="17 MiB, expected at most 16"):
         set_result("x" * 17 * 2**20)
     monkeypatch.setenv("ATOLL_RESULTS", "pickle")
     hand_in(Path("x"))
-    result = read_result(capfd.readouterr().out.split("\n"), NONCE).result
-    assert result is not None
-    assert decode_value(result, allow_pickle=True) == Path("x")
+    assert decode_value(parse_result(path.read_bytes()), allow_pickle=True) == Path("x")
+    assert os.listdir(tmp_path) == ["0.0.result"]
+
+
+def test_the_largest_result_fits(tmp_path: Path) -> None:
+    result = Result("msgpack", bytes(MAX_BYTES))
+    assert carried(result, tmp_path) == result
+
+
+KILLED = """
+import os, signal, atoll.agent.result as r
+r.set_result("first")
+r.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+r.set_result("second")
+"""
+
+
+def test_a_rank_killed_inside_set_result_leaves_the_result_before(tmp_path: Path) -> None:
+    path = tmp_path / "0.0.result"
+    env = {**os.environ, "ATOLL_RESULT": str(path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=env)
+    assert done.returncode == -signal.SIGKILL
+    assert decode_value(parse_result(path.read_bytes())) == "first"
+
+
+def test_a_full_disk_is_an_error_and_the_result_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "0.0.result"
+    monkeypatch.setenv("ATOLL_RESULT", str(path))
+    set_result("first")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        set_result("second")
+    hand_in("third")  # a function that has ended well does not fail by that
+    assert "No space left" in capfd.readouterr().err
+    assert decode_value(parse_result(path.read_bytes())) == "first"
+    assert os.listdir(tmp_path) == ["0.0.result"]
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]\n", b'{"encoding":"json","bytes":2}\n1'])
+def test_what_is_no_result_is_damage(data: bytes) -> None:
+    with pytest.raises(ResultError, match="damaged"):
+        parse_result(data)

@@ -37,6 +37,7 @@ LAUNCH: dict[str, Any] = {
     "folder": "",
     "stop_grace_s": 5.0,
     "eviction_s": 5.0,
+    "results": "/nowhere",
     "gated": False,
 }
 

@@ -242,8 +242,10 @@ def test_a_reason_of_a_newer_release_is_shown_as_it_is() -> None:
 def test_the_custom_resource_describes_every_reason() -> None:
     (version,) = render_crd()["spec"]["versions"]
     status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
-    assert listing(ExitReason) in status["description"]
-    assert listing(PhaseReason) in status["properties"]["reason"]["description"]
+    fields = status["properties"]
+    assert listing(PhaseReason) in fields["reason"]["description"]
+    for exit in (fields["rootCause"], fields["rankExits"]["items"]):
+        assert listing(ExitReason) in exit["properties"]["terminationReason"]["description"]
 
 
 def test_no_reason_is_a_bare_string() -> None:

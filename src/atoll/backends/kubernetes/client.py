@@ -62,7 +62,7 @@ PATCH_TYPES = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
-TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
+TOO_LARGE = ("request is too large", "larger than max")  # how etcd refuses an object, with code 500
 ErrorT = TypeVar("ErrorT", bound=AtollError)
 IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
 MAY_I = "'kubectl auth can-i --list' shows what this account may do"
@@ -359,7 +359,7 @@ class Cluster:
         async with self._stream("log", "pods", path, params, limits) as lines:
             on_open()
             async for line in lines:
-                if NO_LOG.fullmatch(line):  # the kubelet's words, where the log should be
+                if NO_LOG.fullmatch(line):  # the kubelet's message in place of the log
                     raise NotFound("log of pod", pod)
                 yield line
 
@@ -435,7 +435,7 @@ class Cluster:
 
 
 async def gather(limit: int, calls: list[Any]) -> None:
-    """Runs all calls, at most `limit` at once. When all have ended, raises the first error."""
+    """Runs all calls, at most `limit` at once; raises the first error when all have ended."""
     gate = asyncio.Semaphore(limit)
 
     async def one(call: Any) -> None:
@@ -477,7 +477,7 @@ def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes | str) -> Any:
 
 
 def _lean(kind: str, item: Json) -> Json:
-    """The object without what nobody here reads, which may be most of it."""
+    """Drops what nobody here reads, which may be most of the object."""
     item["metadata"].pop("managedFields", None)
     return share_parts(item) if kind == "pods" else item
 
@@ -536,11 +536,15 @@ def _nanosecond(text: str) -> int:
     return seconds * 10**9 + int(digits.ljust(9, "0")[:9])
 
 
-STEP_S = 5.0  # a server whose clock was set back by more is believed
+STEP_S = 5.0  # a date this much earlier means that the server's clock was set back
 
 
 class ServerTime:
-    """Called, it tells the time as the server would."""
+    """A clock that shows the time of the API server, from the `Date` of its answers.
+
+    It dates pods and Jobs. The clock of this machine may be wrong, or set, or asleep: it is read
+    only until the first answer; then the monotonic clock is added to the server's time.
+    """
 
     def __init__(
         self,
@@ -555,9 +559,9 @@ class ServerTime:
         return self._wall() if self._ahead_s is None else self._monotonic() + self._ahead_s
 
     def update(self, date: str | None) -> None:
-        """Takes a date of whole seconds, cut off, that was some time on its way.
+        """Takes a date, cut to whole seconds, that was some time on its way.
 
-        So each is too early by up to a second and more, and the latest is the best.
+        Each is too early by up to a second and more, so the latest is the best.
         """
         if date is None:
             return

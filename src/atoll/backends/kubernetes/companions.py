@@ -1,6 +1,10 @@
-"""What runs beside the ranks of a training: its etcd, the watch over its mesh, its link bench.
+"""The companions of a training's ranks: its etcd, the watch over its mesh, its link bench.
 
-Their pods come with the same list or watch as those of the ranks, so a look needs no extra request.
+The etcd is a Deployment of one pod without a disk: its keys are written again if they are lost. No
+rank starts before it answers: the Job is suspended, or, where a queue decides when the Job runs,
+its start gate stays shut. The link bench is a Job of two pods that measure the link between them.
+The pods of companions come with the same list or watch as those of ranks, so observing them costs
+no extra request.
 """
 
 from __future__ import annotations
@@ -54,25 +58,25 @@ Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 REAPPLY_S = 5.0  # between two attempts to create an etcd that has no pod
-BENCH_EVERY_S = 5.0
-BLOCKED_EVERY_S = 30.0
+BENCH_EVERY_S = 5.0  # its end comes with the watch; this only checks LIMIT_S
+BLOCKED_EVERY_S = 30.0  # the end comes with the watch; this only checks image_timeout_s
 
 
 class StartEtcd(Followup, frozen=True):
-    """The etcd exists or is being started. Without a Training object, `job` owns it."""
+    """Create the etcd. Without a Training object, `job` owns it."""
 
     job: Json | None
 
 
 class FollowMesh(Followup, frozen=True):
-    """The mesh watch expects these agents to reach each other, and reads their reports there."""
+    """Make the mesh watch expect these agents, and read their reports in that etcd."""
 
     endpoint: str
     members: Members | None
 
 
 class ClearBench(Followup, frozen=True):
-    """The result of the bench is stored, so its Job and Service are deleted."""
+    """Delete the Job and Service of a bench whose result is stored."""
 
 
 class FollowedMesh:
@@ -123,10 +127,10 @@ class FollowedMesh:
 class Meshes:
     """One watch for each training with a mesh. A changed verdict calls `notify`.
 
-    A watch reads what the agents report and writes the keys of their hosts as soon as it can tell.
-    It runs on between looks because the hosts wait for those keys. Reports come through the
-    training's etcd, in any order, and cost the API server nothing. Only a chore starts a watch or
-    changes it.
+    A watch reads what the agents report and writes the keys of their hosts once it can decide.
+    It runs on between observations because the hosts wait for those keys. Reports come through the
+    training's etcd, in any order, and cost the API server nothing. Only a followup starts a watch
+    or changes it.
     """
 
     def __init__(
@@ -208,7 +212,7 @@ class Meshes:
 
 
 class Companions:
-    """Looks after the etcd, mesh and bench. `notify` gets trainings to be looked at again."""
+    """Runs etcd, mesh watch and bench. `notify` gets trainings that must be observed again."""
 
     def __init__(
         self,
@@ -243,7 +247,7 @@ class Companions:
         observation: Observation,
         now: float,
     ) -> Observation:
-        """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
+        """Adds etcd, mesh and bench to `observation`; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_blocked(job) and ready_etcd(etcd) is not None:
@@ -413,7 +417,7 @@ def _log_end(task: asyncio.Task[None]) -> None:
 
 BENCH_PORT = 28_411
 HOST = "kubernetes.io/hostname"
-BENCH_TTL_S = 3600  # how long a finished Job that nobody deletes stays
+BENCH_TTL_S = 3600  # Kubernetes deletes a finished bench after this if the operator is away
 # NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
 SPREAD_WEIGHT, NEAR_WEIGHT = 100, 1
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -489,7 +493,7 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
 
 
 def _allowed_hosts(name: str) -> str:
-    """By which names the etcd may be asked: its Service, its pod, and a forwarded port."""
+    """Host names in requests that the etcd accepts: its Service, its pod, and a forwarded port."""
     names = [name, f"{name}.$(HOME_NS)", f"{name}.$(HOME_NS).svc"]
     names.append(f"{name}.$(HOME_NS).svc.cluster.local")
     return ",".join([*names, "$(POD_IP)", "localhost", "127.0.0.1"])
@@ -518,7 +522,7 @@ def pod_error_of(deployment: Json) -> str:
 
 
 def describe_etcd(pods: list[Pod], pod_error: str = "") -> str:
-    """One line that says what a held Job waits for."""
+    """One line: what a Job that is blocked by its etcd waits for."""
     reasons = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
     waits = next(reasons, "" if pods else pod_error)
     return f"waits for its etcd{f': {waits}' if waits else ''}"
@@ -587,7 +591,7 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
 
     `strict` requires two different nodes that run ranks; `preferred` prefers them. With a floor,
     the link is measured before there are ranks: then on any two nodes that the ranks may use, and
-    the result says that they are not the ranks' own.
+    the result marks them as not the ranks' own.
     """
     own = affinity(training, options) or {}
     rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}

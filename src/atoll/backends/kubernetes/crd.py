@@ -1,18 +1,24 @@
-"""The CustomResourceDefinition `trainings.atoll.dev`, generated from the spec's types. Pure.
+"""The CustomResourceDefinition `trainings.atoll.dev`, made from the types of spec and status. Pure.
 
-Types and the bounds of numbers come from the msgspec models. The tables below add what Python
-checks beyond them, and the limits that the API server needs to accept the rules. What `kubectl
-explain` says of the fields, and the schema of the status, are in `explain.py`.
+Types, bounds and descriptions come from the msgspec models; a field is described by the string
+below it. The tables here add what Python checks beyond the types, and the limits that the API
+server needs to accept the rules.
 """
 
 from __future__ import annotations
 
+import ast
+import copy
+import inspect
+import itertools
+import textwrap
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 
-from atoll.backends.kubernetes.explain import SPEC, described, status_schema
 from atoll.backends.kubernetes.names import GROUP, VERSION
+from atoll.backends.kubernetes.resource import ExitGroup, RankGroup
 from atoll.core.checks import (
     LAUNCH_VARIABLES,
     NAME_PATTERN,
@@ -20,7 +26,11 @@ from atoll.core.checks import (
     RESERVED_ENV_PREFIXES,
     RUN_ID_PATTERN,
 )
-from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
+from atoll.core.phase import Phase
+from atoll.core.quantities import QUANTITY_PATTERN
+from atoll.core.reasons import ExitReason, PhaseReason, listing
+from atoll.core.spec import URI_PATTERN, TrainingSpec
+from atoll.core.status import AttemptStatus, Event, StatusHead
 
 Json = dict[str, Any]
 
@@ -101,6 +111,16 @@ RULES: dict[str, list[tuple[str, str]]] = {
 }
 CHANGEABLE = ("worldSize", "cancel")
 
+# Of a condition, as Kubernetes has them.
+CONDITION = {
+    "type": "Ready, Complete, Succeeded, Failed, Cancelled, Admitted, BelowMinimum, and others "
+    "where they apply: RanksLost, Warnings, ExitsFromBackend, MeshCapable, DegradedMesh, "
+    "ExecutorMissing, ExecutorUnreachable, StatusIncomplete.",
+    "status": "True, False or Unknown.",
+    "reason": "Why, in one word.",
+    "message": "The same for people, in one sentence.",
+    "lastTransitionTime": "When the status of the condition last changed.",
+}
 COLUMNS = [
     ("Phase", "string", ".status.phase", 0),
     ("Ready", "integer", ".status.world.ready", 0),
@@ -120,7 +140,7 @@ def render_crd() -> Json:
     ]
     schema = {
         "type": "object",
-        "description": "One elastic training: a wish, and what was seen of it.",
+        "description": "One elastic training: what is wanted, and what was observed.",
         "required": ["spec"],
         "properties": {"spec": spec, "status": status_schema()},
         "x-kubernetes-validations": [
@@ -165,7 +185,7 @@ def render_crd() -> Json:
 
 def spec_schema() -> Json:
     """The schema of a spec without `name`: the object's own name serves."""
-    (root,), parts = msgspec.json.schema_components([TrainingSpec], ref_template="{name}")
+    (root,), parts = _components(TrainingSpec)
     schema = _structural(root, parts)
     schema["properties"].pop("name")
     schema["required"].remove("name")
@@ -180,7 +200,11 @@ def spec_schema() -> Json:
         for field in schema["properties"]
         if field not in CHANGEABLE
     ]
-    return described(schema, SPEC, "What is wanted. Only worldSize.target and cancel change later.")
+    schema["properties"]["code"]["properties"]["content"]["description"] = (
+        "Digest of the archive, in base64; the archive itself is in ConfigMaps."
+    )
+    text = "What is wanted. Only worldSize.target and cancel can change later."
+    return {**schema, "description": text}
 
 
 def _unchanged(field: str) -> str:
@@ -196,6 +220,9 @@ def _at(schema: Json, path: str) -> Json:
 
 def _structural(node: Json, parts: dict[str, Any]) -> Json:
     """JSON Schema as Kubernetes accepts it: no references, no unions with null, no defaults."""
+    if "description" in node:
+        text, node = node["description"], {k: v for k, v in node.items() if k != "description"}
+        return {**_structural(node, parts), "description": text}
     if "$ref" in node:
         return _structural(parts[node["$ref"]], parts)
     if "anyOf" in node:
@@ -215,8 +242,6 @@ def _structural(node: Json, parts: dict[str, Any]) -> Json:
         schema["additionalProperties"] = _structural(node["additionalProperties"], parts)
     if "items" in node and isinstance(node["items"], dict):
         schema["items"] = _structural(node["items"], parts)
-    if "description" in node:
-        schema["description"] = node["description"]
     return schema
 
 
@@ -226,3 +251,115 @@ def _bounds(node: Json) -> Json:
         # The API server compares whole numbers with whole bounds: 0 would pass a minimum of 0.001.
         return {"minimum": 0, "exclusiveMinimum": True, "maximum": bounds["maximum"]}
     return bounds
+
+
+def status_schema() -> Json:
+    """Open: a newer controller may add fields. Only types are checked, and no field is required."""
+    schemas, parts = _components(StatusHead, RankGroup, ExitGroup, Event, AttemptStatus)
+    head, ranks, exits, event, attempt = (_opened(node, parts) for node in schemas)
+    fields = head["properties"]
+    phases = ", ".join(filter(None, Phase))
+    fields["phase"]["description"] += f" One of {phases}."
+    for schema, field, reasons in (
+        (head, "reason", PhaseReason),
+        (fields["rootCause"], "terminationReason", ExitReason),
+        (exits, "terminationReason", ExitReason),
+        (attempt, "reason", ExitReason),
+    ):
+        schema["properties"][field]["description"] += f" {listing(reasons)}."
+    condition = {name: _string(text) for name, text in CONDITION.items()}
+    condition["lastTransitionTime"]["format"] = "date-time"
+    text = fields["conditions"]["description"]
+    fields |= {
+        "selector": _string("Labels of the pods of the ranks."),
+        "restarts": {"type": "integer", "description": "How often ranks were restarted, in all."},
+        "conditions": _list(_object(condition), text),
+        "events": _list(event, "What happened, the oldest first; the latest 100 events."),
+        "attempts": _list(attempt, "Earlier attempts of ranks: 20 of each rank, 500 in all."),
+        "ranks": _list(ranks, "The ranks, grouped by their state."),
+        "removedRanks": _list(
+            copy.deepcopy(ranks), "Ranks that were scaled away, grouped by their state."
+        ),
+        "rankData": _string("All ranks as JSON, through zlib, in base64; only atoll reads it."),
+        "rankExits": _list(exits, "How every rank that ran ended, grouped by how."),
+    }
+    return {**head, "description": "What was observed."}
+
+
+def _components(*roots: type) -> tuple[tuple[Json, ...], dict[str, Any]]:
+    """The schemas of these types and of all they use, with the descriptions of their fields."""
+    schemas, parts = msgspec.json.schema_components(roots, ref_template="{name}")
+    for part in parts.values():
+        part.pop("description", None)  # a class docstring is for readers of the code
+    for kind in set().union(*(_structs(msgspec.inspect.type_info(root)) for root in roots)):
+        texts = field_docs(kind)
+        for field in msgspec.structs.fields(kind):
+            if text := texts.get(field.name):
+                parts[kind.__name__]["properties"][field.encode_name]["description"] = text
+    return schemas, parts
+
+
+def _structs(info: Any) -> set[Any]:
+    """The struct types in a type, itself included."""
+    inner = [field.type for field in getattr(info, "fields", ())]
+    inner += [getattr(info, name) for name in ("item_type", "value_type") if hasattr(info, name)]
+    inner += getattr(info, "types", ())
+    own = {info.cls} if isinstance(info, msgspec.inspect.StructType) else set()
+    return own.union(*map(_structs, inner))
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The strings below the fields of a class and of its bases, by field."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("atoll."):
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(node, ast.ClassDef)
+            for field, below in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    texts[ast.unparse(field.target)] = ast.literal_eval(below.value)
+    return texts
+
+
+def _string(description: str) -> Json:
+    return {"type": "string", "description": description}
+
+
+def _object(properties: Json) -> Json:
+    return {
+        "type": "object",
+        "x-kubernetes-preserve-unknown-fields": True,
+        "properties": properties,
+    }
+
+
+def _list(items: Json, description: str = "") -> Json:
+    text = {"description": description} if description else {}
+    return {"type": "array", "items": items, **text}
+
+
+def _opened(node: Json, parts: dict[str, Any]) -> Json:
+    """The types and descriptions of a schema alone, every object of it open."""
+    if "description" in node:
+        text, node = node["description"], {k: v for k, v in node.items() if k != "description"}
+        return {**_opened(node, parts), "description": text}
+    if "$ref" in node:
+        return _opened(parts[node["$ref"]], parts)
+    if "anyOf" in node:
+        # Otherwise the API server drops a null, and an exit code that is not known is missing.
+        (node,) = [part for part in node["anyOf"] if part.get("type") != "null"]
+        return {**_opened(node, parts), "nullable": True}
+    if "properties" in node:
+        return _object({name: _opened(part, parts) for name, part in node["properties"].items()})
+    if node.get("type") == "array":
+        items = node.get("items") or {}
+        return _list(_opened(items, parts) if items else ANYTHING)
+    if node.get("type") == "object":
+        values = _opened(node["additionalProperties"], parts)
+        return {"type": "object", "additionalProperties": values}
+    if "type" not in node and "enum" not in node:
+        return ANYTHING
+    return {"type": node.get("type", "string")}
+
+
+ANYTHING = {"x-kubernetes-preserve-unknown-fields": True}

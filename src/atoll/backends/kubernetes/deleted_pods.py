@@ -1,13 +1,13 @@
-"""Pods that no longer exist: how they ended, from what was seen of them or from the cluster's past.
+"""How pods ended that no longer exist, from their last observed state or from the cluster's past.
 
-No pod waits for a controller before it leaves, so a node can be drained while none runs. A watch
-brings the last state of every pod that is deleted. Of those that were deleted while nobody watched,
-the API server still knows: for a minute or more, a watch that starts at an earlier version brings
-them all; until etcd is compacted (every five minutes, unless set otherwise), a list shows what
-there was at an earlier version. After that the exit is unknown.
+No pod waits for a controller before it is deleted, so a node can be drained while none runs. A
+watch brings the last state of every deleted pod. For pods that were deleted while nobody watched,
+the API server still has the past: for a minute or more, a watch from an earlier version replays
+them; until etcd is compacted (every five minutes by default), a list can be read at an earlier
+version. After that the exit is unknown.
 
-The past is read only for a training that misses a pod, beside everything else: until it is known,
-only the rank of that pod is held as it was.
+The past is read only for a training that misses a pod, in the background: until then, only the rank
+of that pod stays as it was.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from atoll.core.status import RankStatus, Training
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-FIRST_STEP, STEP_GROWTH, STEPS = 4, 1.25, 100  # in versions before now
+# Versions before now at which to list: 100 steps of 1.25 reach back 10**10 versions, and a pod that
+# lived a quarter as long as it has been deleted is in one of the lists.
+FIRST_STEP, STEP_GROWTH, STEPS = 4, 1.25, 100
 WATCHED = 2**20  # versions before now; an API server keeps the last 100,000 changes of pods at most
-SEARCH_S = 60.0  # for one training; a rank is held no longer than this
+SEARCH_S = 60.0  # for one training: its rank is reported as running for no longer than this
 SEARCHES = 4  # at once: after a node was drained, many trainings miss a pod
 
 
@@ -38,13 +40,13 @@ class DeletedState(NamedTuple):
     """The deleted pods of a gang whose exits are not stored yet."""
 
     pods: list[Pod] = []  # as they last were
-    unknown: frozenset[str] = frozenset()  # names of those whose end nobody can tell any more
+    unknown: frozenset[str] = frozenset()  # names of those whose end is not on record any more
     searching: frozenset[str] = frozenset()  # names of those whose end is being searched for
     searching_ranks: frozenset[int] = frozenset()  # ranks that ended in pods of unknown names
 
 
 class DeletedPods:
-    """Tells how each pod ended that no longer exists, until its exit is stored.
+    """Knows how each deleted pod ended, until its exit is stored.
 
     The last state of a pod comes from the watch (`note`), or from a search through the cluster's
     past that begins when a training misses a pod. `notify` gets the trainings of which more is
@@ -55,8 +57,10 @@ class DeletedPods:
         self._cluster = cluster
         self._notify = notify
         self._left: dict[str, dict[str, Pod]] = {}  # by training and name
-        self._final: set[str] = set()  # uids of pods whose very last state was seen
-        self._exhausted: dict[str, set[str | int]] = {}  # what was looked for, by training
+        self._final: set[str] = set()  # uids of pods whose very last state is known
+        self._exhausted: dict[
+            str, set[str | int]
+        ] = {}  # targets that no search can find, by training
         self._searching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(SEARCHES)
 
@@ -101,7 +105,7 @@ class DeletedPods:
     ) -> DeletedState:
         """Returns the deleted pods whose exits are not stored; `there` are the pods that exist.
 
-        `failed` are ranks that the Job counts as failed though no pod of theirs tells how.
+        `failed` are ranks that the Job counts as failed though no pod of theirs shows how.
         """
         uid = training.uid
         names = {pod.name for pod in there}
@@ -138,10 +142,10 @@ class DeletedPods:
                     async with asyncio.timeout(SEARCH_S):
                         await search.run()
         except Temporary as error:  # the next observation begins it again
-            log.info("cannot read how pods ended that are gone: %s; trying again", error)
+            log.info("cannot read how deleted pods ended: %s; trying again", error)
             return
         except (Denied, Permanent, NotFound) as error:
-            log.warning("cannot read how pods ended that are gone: %s", error)
+            log.warning("cannot read how deleted pods ended: %s", error)
         finally:
             if self._searching.get(uid) is asyncio.current_task():
                 del self._searching[uid]
@@ -182,8 +186,8 @@ class Search:
         await self._walk(start)
 
     def unknown(self) -> set[str | int]:
-        """The targets whose end is not on record. A pod that exists is not gone: the mirror that
-        misses it is behind."""
+        """The targets whose end is not on record. A pod that exists is no target: the
+        mirror that misses it is behind."""
         ended = {name for name, pod in self.states.items() if pod.is_over}
         return {*(self._names - self._there - ended), *(self._ranks - self._known_ranks)}
 
@@ -206,7 +210,7 @@ class Search:
         return version
 
     async def _replay(self, start: int, now: int) -> None:
-        """The last states of the pods that left from `start` to `now`. Raises Gone."""
+        """Replays the deletions from `start` to `now`. Raises Gone."""
         before = -1
         while before < start < now:  # until a second passes without a change
             before = start
@@ -222,7 +226,7 @@ class Search:
                         self.states[event.object["metadata"]["name"]] = Pod(event.object)
 
     async def _walk(self, top: int) -> None:
-        """The last states of targets that are gone at `top`, from ever earlier lists."""
+        """Searches ever earlier lists for targets that were deleted before `top`."""
         above, floor, step = top, 0, float(FIRST_STEP)  # nothing is known of versions up to `floor`
         for _ in range(STEPS):
             version = top - int(step)

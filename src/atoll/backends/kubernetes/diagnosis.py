@@ -1,9 +1,10 @@
-"""Signs of trouble that a Job and its pods do not show.
+"""Problems that a Job and its pods do not show.
 
-`Hosts` notices in seconds that a node has stopped answering; the cluster takes most of a minute.
+`NodeProbes` notices in seconds that a node has stopped answering; the cluster takes most of a
+minute.
 This is reported but not acted on: a node that only this process cannot reach still runs its ranks,
-and a second copy of them would be worse than a late one. `Troubles` reads events when needed: only
-they say why a Job's pods are missing (quota, admission) or why a pod on its node does not start (a
+and a second copy of them would be worse than a late one. `Diagnosis` reads events when needed: only
+they show why a Job's pods are missing (quota, admission) or why a pod on its node does not start (a
 volume, the network).
 """
 
@@ -28,10 +29,10 @@ Json = dict[str, Any]
 
 MISSING_AFTER_S = 3.0  # if pods are missing for this long, read the Job's events
 STUCK_AFTER_S = 10.0  # if a container is not created for this long, read its pod's events
-STUCK_EVERY_S = 15.0
+STUCK_EVERY_S = 15.0  # between two reads of the events of a pod that stays stuck
 
-CONNECT_S = 1.5
-AGAIN_S = 1.0
+CONNECT_S = 1.5  # the kernel sends a lost SYN again after 1 s
+AGAIN_S = 1.0  # between two attempts to connect
 # The kernel probes an idle connection every second and gives up after three missing answers.
 KEEPALIVE = (
     (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
@@ -164,7 +165,7 @@ class Diagnosis:
     async def explain(
         self, training: Training, observation: Observation, newest: list[Pod], now: float
     ) -> Observation:
-        """`seen`, with the kubelet's message about containers that cannot be created."""
+        """Adds the kubelet's message about containers that cannot be created."""
         making = [pod for pod in newest if pod.is_being_created]
         stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
         if not stuck:

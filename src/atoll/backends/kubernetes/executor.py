@@ -1,8 +1,8 @@
 """The Kubernetes backend: the ranks of a training are the pods of one elastic Indexed Job.
 
 The Job controller starts, replaces and stops pods. This module creates the Job, resizes it, and
-reads what became of each rank. One watch covers all ranks of all trainings. Without it, a look is
-one request (two when ranks come or go), however many ranks there are.
+observes each rank. One watch covers all ranks of all trainings. Without it, an observation is one
+request (two when ranks come or go), however many ranks there are.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from atoll.backends.kubernetes.render import (
     render_service,
     render_world,
 )
+from atoll.backends.kubernetes.results import printed_lines, printed_logs, result_in_log
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
@@ -54,13 +55,13 @@ from atoll.core.status import DesiredState, Followup, LogLine, Observation, Trai
 
 Json = dict[str, Any]
 
-DRY_RUN_S = 5.0  # the server answers in milliseconds; a deploy must not hang on one that is away
+DRY_RUN_S = 5.0  # a deploy must not hang on an API server that is away
 DRY_RUN_UID = "dry-run"
 # The API server's name for a field of the Job, and the option that it comes from.
 FIELDS = {"spec.template.spec.": "pod.", "spec.template.": "", "metadata.": ""}
-CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
-FEW = 16  # gangs of more ranks are looked at less often than their pods change
-PAUSE_A_RANK_S = 0.002
+CATCH_UP_S = 1.0  # the mirror shows this process's own last write sooner; else it is stale
+FEW = 16  # gangs of more ranks are observed less often than their pods change
+PAUSE_A_RANK_S = 0.002  # 500 ranks and more are observed once a second
 
 
 class KubernetesBackend(Executor):
@@ -111,7 +112,7 @@ class KubernetesBackend(Executor):
         self._last: dict[str, Json] = {}  # Jobs as last read from the API server, by training
         self._node_probes = NodeProbes(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
-        self._delayed: set[Key] = set()  # large gangs whose next look is scheduled
+        self._delayed: set[Key] = set()  # large gangs whose next observation is scheduled
         self._diagnosis = Diagnosis(self.cluster)
         self._companions = Companions(
             self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
@@ -142,7 +143,7 @@ class KubernetesBackend(Executor):
 
     @classmethod
     def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
-        """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
+        """The objects of the ranks, as `kubectl create -f` takes them; needs no cluster."""
         options.check(training.spec)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
         objects = [
@@ -198,7 +199,7 @@ class KubernetesBackend(Executor):
         await self.cluster.close()
 
     async def stop(self) -> None:
-        """Ends its tasks. The connection to the cluster stays, which others may use."""
+        """Ends its tasks. The connection to the cluster stays open for others."""
         for task in self._watching:
             task.remove_done_callback(self._note_end)
             task.cancel()
@@ -249,7 +250,7 @@ class KubernetesBackend(Executor):
         await self._companions.measure(training, self._object_key(training)[0], job, self._clock())
 
     async def release(self, training: Training) -> None:
-        """The Job is over for good. It and its pods stay for their logs until they are purged."""
+        """Ends the Job for good. It and its pods stay for their logs until `purge`."""
         namespace, name = self._object_key(training)
         _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in pods):
@@ -305,7 +306,18 @@ class KubernetesBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
+        source = self._log_source(training)
+        if follow is not None:
+            return printed_lines(read_logs(source, ranks=ranks, tail=tail, follow=follow))
+        return printed_logs(
+            lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
+        )
+
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        source = self._log_source(training)
+        return await result_in_log(
+            lambda last: read_logs(source, ranks=[rank], tail=last, follow=None), training.uid
+        )
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
@@ -321,14 +333,15 @@ class KubernetesBackend(Executor):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
-        return follow_logs(self._log_source(training), offsets, ranks=ranks, is_over=is_over)
+        source = self._log_source(training)
+        return printed_lines(follow_logs(source, offsets, ranks=ranks, is_over=is_over))
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._object_key(training)
         return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
+        """Drops the finalizers of pods of deleted trainings; `known` has the uids of all others."""
         await self._writer.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
         await self._companions.sweep(known)
         await self._deleted.sweep(known)
@@ -386,7 +399,7 @@ class KubernetesBackend(Executor):
         if desired.version < current.version:
             return
         if desired.size > before:
-            if reason := finished(job):  # the next look reports that it is closed
+            if reason := finished(job):  # the next observation reports it as closed
                 raise Temporary(
                     f"the Job {name} is over ({reason}) and cannot grow to {desired.size}"
                 )
@@ -398,7 +411,7 @@ class KubernetesBackend(Executor):
         await self._objects.resize(training, desired, job)
         try:
             await self._patch_job(training, render_resize(desired, job, self._clock()))
-        except Conflict:  # its status has changed; its wish may have, too
+        except Conflict:  # its status has changed; its desired state may have, too
             await self._resize(training, desired, await self.cluster.get("jobs", namespace, name))
 
     async def _check_room_above(self, training: Training, before: int, size: int) -> None:

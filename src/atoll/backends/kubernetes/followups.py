@@ -1,7 +1,7 @@
-"""Chores: the changes that a look at a gang asks for, as data, and the code that performs them.
+"""Followups: the changes that an observation makes necessary, as data, and what performs them.
 
-A look changes nothing. The reconciler performs its chores after the status with what was seen has
-been written, and only the holder of the lease runs a reconciler. Every chore may be repeated; an
+An observation changes nothing. The controller performs its followups after it has written the
+status, and only the holder of the lease runs a controller. Every followup may be repeated; an
 object that no longer exists counts as success.
 """
 
@@ -33,32 +33,32 @@ from atoll.core.status import DesiredState, Followup, Training
 
 Json = dict[str, Any]
 
-CODE_S = 60.0  # how long the code of a new training may take to arrive
-AT_ONCE = 20  # requests under way at a time where every pod needs one
-LOG_S = 1.0  # how long a pod that may be deleted waits for its log to be stored
+CODE_S = 60.0  # 16 MiB of code arrive in this time over 2 Mbit/s
+AT_ONCE = 20  # requests in flight where every pod needs one
+LOG_S = 1.0  # a pod that may be deleted waits no longer for its log to be stored
 
 
 class KeepLogs(Followup, frozen=True):
-    """The logs of these pods, deleted while they ran, are archived; they would be lost."""
+    """Archive the logs of pods that were deleted while they ran, before they are lost."""
 
     pods: tuple[Pod, ...]
     ranks: int
 
 
 class FailLostPods(Followup, frozen=True):
-    """Pods on nodes that do not answer are marked as failed, so that the Job replaces them."""
+    """Mark pods on nodes that do not answer as failed, so that the Job replaces them."""
 
     pods: tuple[Pod, ...]
 
 
 class DropFinalizer(Followup, frozen=True):
-    """Pods whose exits are stored, or that have none, lose their finalizer."""
+    """Remove the finalizer of pods whose exits are stored, or that have none."""
 
     pods: tuple[Pod, ...]
 
 
 class MarkStopped(Followup, frozen=True):
-    """The end of these pods does not count as a failure of their ranks."""
+    """Make the end of these pods count as no failure of their ranks."""
 
     pods: tuple[Pod, ...]
 
@@ -71,14 +71,14 @@ class PatchJob(Followup, frozen=True):
 
 
 class OpenGate(Followup, frozen=True):
-    """These pods pass the start gate, and so do all that are created later."""
+    """Open the start gate for these pods and for all that are created later."""
 
     pods: tuple[Pod, ...]
     together: int | None = None  # how many ranks the gate let go; not known of older Jobs
 
 
 class RestoreObjects(Followup, frozen=True):
-    """The ConfigMap and the Service of a gang exist again after somebody has deleted them."""
+    """Create the ConfigMap and the Service of a gang again after somebody deleted them."""
 
     desired: DesiredState
     job: Json
@@ -224,7 +224,7 @@ class GangWriter:
 
 
 class GangFollowups:
-    """Performs the chores that concern ranks."""
+    """Performs the followups that concern ranks."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class GangFollowups:
             case RestoreObjects(desired=desired, job=job):
                 await self._objects.make(training, desired, job)
             case PatchJob(patch=patch):
-                # The Job was changed or deleted since it was read: the next look asks again.
+                # The Job was changed or deleted since it was read: the next observation asks again.
                 with contextlib.suppress(Conflict, NotFound):
                     await self._patch_job(training, patch)
 

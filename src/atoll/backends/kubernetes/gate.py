@@ -36,14 +36,14 @@ TURNED_AWAY_RULE: Json = {
 
 
 class StartGate(NamedTuple):
-    """What a look learns about the gate. The defaults describe a gang without one."""
+    """The state of the gate in one observation. The defaults describe a gang without one."""
 
     opened_at: float | None = None
     is_due: bool = False  # the gate must be opened now
     to_start: list[Pod] = []  # waiting pods that must be let through now
     due_in_s: float | None = None  # until the start grace ends, and fewer than all ranks suffice
     message: str = ""
-    together: int | None = None  # how many ranks it lets go, once that is decided
+    together: int | None = None  # how many ranks start together, once that is decided
 
 
 def render_gate(gang: str, rank: Json) -> Json:
@@ -84,7 +84,7 @@ def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
 
 
 def render_start(together: int | None) -> Json:
-    """A merge patch that lets a waiting pod through, and tells its rank how many start with it."""
+    """A merge patch that lets a waiting pod start; its rank learns how many start with it."""
     return {"metadata": {"annotations": {START: str(together or "true")}}}
 
 

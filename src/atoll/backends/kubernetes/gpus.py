@@ -1,4 +1,4 @@
-"""Which nodes have which GPU: from its name to labels of nodes. Pure."""
+"""Node labels by GPU model. Pure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def alternatives(
 ) -> list[dict[str, list[str]]]:
     """The labels of nodes with one of these GPUs: those of any row will do. Empty: all nodes will.
 
-    `own` are the labels that the caller chose values of; the table says nothing of these.
+    `own` are the labels that the caller chose values of; the table does not override these.
     """
     rows: list[dict[str, list[str]]] = []
     for model in models:

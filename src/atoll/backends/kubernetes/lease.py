@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """The right to act, for as long as it is renewed."""
+    """The right to act, while it is renewed."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from atoll.logs.files import amerged
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
+POLL_S = 0.5  # seconds between checks for new pods, and before a broken stream is opened again
 AT_ONCE = 16  # logs read at a time, each over a connection of its own
 DELETED_NOTE = "[the log was deleted with its pod; these are its last lines]"
 
@@ -73,7 +73,7 @@ async def read_logs(
         pods = _by_rank(await source.pods(), ranks)
         chosen = sorted({*pods, *_ended_ranks(source.training, ranks)})
         logs = [_read_rank(source, rank, pods.get(rank, []), tail) for rank in chosen]
-        if len(logs) > 1:  # those of the others are shown
+        if len(logs) > 1:  # one that cannot be read must not hide the others
             logs = [_with_errors(rank, log) for rank, log in zip(chosen, logs, strict=True)]
         for group in (logs,) if len(logs) <= AT_ONCE else ([log] for log in logs):
             async for line in amerged(group):
@@ -125,7 +125,7 @@ async def _read_rank(
 
 
 async def _with_errors(rank: int, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
-    """The lines; a line says so if they cannot be read."""
+    """The lines, with a line in place of an error."""
     try:
         async for line in lines:
             yield line
@@ -150,7 +150,7 @@ async def _all_lines(
                 is_empty = False
                 yield LogLine(rank=rank, text=text, time=_seconds(at))
         except (NotFound, Permanent):
-            continue  # not started yet, or gone since
+            continue  # not started yet, or deleted since
         except Temporary as error:
             unreadable = error
     last = _statuses(source.training).get(rank)
@@ -180,7 +180,7 @@ async def follow_logs(
     ranks: Sequence[int] | None,
     is_over: Callable[[], bool],
 ) -> AsyncIterator[LogLine]:
-    """Lines after these places, as they are written. A broken stream resumes where it stopped."""
+    """Lines after these offsets, as they are written. A broken stream resumes where it stopped."""
     lines: asyncio.Queue[LogLine] = asyncio.Queue(maxsize=10_000)
     readers: dict[str, asyncio.Task[None]] = {}
     ended: set[str] = set()
@@ -253,12 +253,12 @@ def _ended_ranks(training: Training, ranks: Sequence[int] | None) -> set[int]:
     return {r.rank for r in statuses if r.exit and (ranks is None or r.rank in ranks)}
 
 
-PER_RANK = 64 * 2**10
-PER_TRAINING = 4 * 2**20
-CAPTURES = 50
+PER_RANK = 64 * 2**10  # bytes of text; a ConfigMap holds 1 MiB
+PER_TRAINING = 4 * 2**20  # bytes; etcd's default quota is 2 GiB for the whole cluster
+CAPTURES = 50  # logs read at a time: each is a connection through the API server to a kubelet
 MAX_CAPTURED = 10_000
 OPEN_S = 3.0  # a scale-down waits no longer for the logs of what it stops
-TRIES, AGAIN_S = 3, 0.5
+TRIES, AGAIN_S = 3, 0.5  # a stream that breaks is read again; after these the log is given up
 
 
 class Archive:
@@ -272,9 +272,9 @@ class Archive:
         self._gate = asyncio.Semaphore(CAPTURES)
 
     async def begin(self, pods: Sequence[Pod], ranks: int) -> None:
-        """The logs of pods that are about to be deleted are being read, or a moment has passed.
+        """Starts to read the logs of pods that are about to be deleted; waits `OPEN_S` at most.
 
-        On a busy node a pod may be gone before anybody has seen that it leaves.
+        On a busy node a pod may be deleted before anybody has observed that it is ending.
         """
         for pod in pods:
             self.capture(pod, ranks)
@@ -371,7 +371,7 @@ class Archive:
 
     async def _store(self, pod: Pod, text: str) -> None:
         labels = pod.metadata.get("labels") or {}
-        # Kubernetes deletes it with the Job, even if the Job is gone by now.
+        # Kubernetes deletes it with the Job, even if the Job no longer exists.
         owners = [
             {field: owner[field] for field in ("apiVersion", "kind", "name", "uid")}
             for owner in pod.metadata.get("ownerReferences") or ()

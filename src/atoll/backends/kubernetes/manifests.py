@@ -1,6 +1,6 @@
 """What to apply so that a cluster runs trainings: the CRD, the rights, the operator. Pure.
 
-The rights are those that the code uses and no more; each row says what for.
+The rights are those that the code uses and no more; each row has its reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PORT = 8080
 DATA = "/data"
 CONFIG = "/config"
 CONFIG_MODE = 0o440  # for the group of the pod alone
-# Seconds after which a pod on a node that was lost is replaced; 300 unless said.
+# Seconds after which a pod on a lost node is replaced. Kubernetes waits 300 by default,
+# in which no training would be observed.
 LOST_NODE_S = 30
 
 # (API group, resources, verbs), in every namespace that is served.
@@ -38,7 +39,7 @@ RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("", ("pods/log",), ("get",)),
     ("", ("services", "configmaps"), ("create", "patch", "delete")),
     ("apps", ("deployments",), ("create", "patch", "delete")),  # the etcd of a training
-    ("", ("configmaps",), ("list", "deletecollection")),  # logs of ranks that are gone
+    ("", ("configmaps",), ("list", "deletecollection")),  # logs of ranks whose pods were deleted
     ("", ("events",), ("create", "list")),
     ("", ("namespaces",), ("get",)),  # whether a token would be of use
 )
@@ -233,7 +234,7 @@ def _deployment(
     return _named("apps/v1", "Deployment", home) | {
         "spec": {
             "replicas": replicas,
-            # A new pod is not ready before the old leader is gone, so none can wait for it; and a
+            # A new pod is not ready before the old leader has ended, so none can wait for it; and a
             # volume of one node is free only then.
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": LABELS},

@@ -16,7 +16,8 @@ from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.mesh import split_endpoint
-from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec, check_quantity
+from atoll.core.quantities import check_quantity
+from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.mesh.reach import DEADLINE_S
 
@@ -74,7 +75,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     namespace: str | None = None  # unset: the training's own
     image: str | None = None  # for trainings that name none
     # What of the image runs, exactly as it is here, in place of the training's command; replicas of
-    # a script only. The kubelet's word counts for its end.
+    # a script only. The kubelet's report counts for its end.
     command: list[str] | None = None
     cpu_request: str | None = None  # for trainings that name none; requests, without limits
     memory_request: str | None = None
@@ -100,7 +101,9 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     mesh_deadline_s: Seconds = DEADLINE_S  # ranks are let in with what there is after this
     master_port: Port = 29_500
     deadline_margin_s: IntegerSeconds = 0  # by which the Job's deadline is after the training's
-    kubelet_port: Port | None = 10_250  # where nodes answer; None: only the cluster is asked
+    kubelet_port: Port | None = (
+        10_250  # where nodes are probed; None: only the cluster's own report counts
+    )
     lost_node_s: IntegerSeconds = 30  # a node that does not answer loses its ranks after this
     gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: Patience = 60.0  # and asks again after this
@@ -165,13 +168,13 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     def patched(self, pod: Json) -> Json:
         """A pod's spec with what the short names say, and over them the option `pod`."""
         patched = merge_pod(self.with_short_names(pod), self.pod)
-        # With the host's network, cluster names are looked up only if asked for.
+        # With the host's network, cluster names resolve only with this policy.
         if patched.get("hostNetwork") and not patched.get("dnsPolicy"):
             patched["dnsPolicy"] = "ClusterFirstWithHostNet"
         return patched
 
     def shared(self, *fields: str) -> Json:
-        """Of these fields what pods beside the ranks have too."""
+        """Those of these fields that the pods of companions share with the ranks."""
         pod = self.own_pod
         return {field: pod[field] for field in fields if pod.get(field)}
 

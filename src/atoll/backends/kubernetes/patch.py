@@ -30,7 +30,7 @@ DROP_FINALIZER: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FIN
 def render_resize(desired: DesiredState, job: Json, now: float) -> Json:
     """A merge patch that resizes the Job; the server refuses it if the Job has changed since.
 
-    An annotation records each shrink, to tell ranks that were stopped from ranks that failed.
+    An annotation records each shrink, so that ranks that were stopped do not count as failed.
     """
     annotations = {DESIRED: encode(desired).decode()}
     if desired.size < job["spec"]["completions"]:

@@ -25,6 +25,7 @@ from atoll.backends.kubernetes.names import (
     REPLICA,
     REPORT_DIR,
 )
+from atoll.backends.kubernetes.results import printed
 from atoll.core.lines import split_lines
 from atoll.core.reasons import ExitReason
 from atoll.core.status import Exit, ObservedRank
@@ -32,7 +33,7 @@ from atoll.core.status import Exit, ObservedRank
 Json = dict[str, Any]
 
 TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
-CLOCK_SKEW_S = 5.0
+CLOCK_SKEW_S = 5.0  # how far the clocks of nodes and API server may be apart; a choice
 NO_SHELL = "the executor option is_exit_recorded=False runs the command without sh"
 LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
@@ -148,7 +149,7 @@ _shared: dict[bytes, Any] = {}
 
 
 def share_parts(manifest: Json) -> Json:
-    """The manifest, with one object for what the pods of a gang have alike. Never change it."""
+    """Makes the pods of a gang share the objects that are equal. Never change the result."""
     spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
     for field in ("containers", "initContainers"):
         if field in spec:
@@ -231,7 +232,7 @@ class Pod:
     def attempt(self) -> int:
         """The second the pod was created in: a rank has one pod after another.
 
-        It grows over restarts, scalings and new Jobs alike, and needs no memory.
+        It grows over restarts, resizes and new Jobs, and needs no memory.
         """
         return int(self.created_at)
 
@@ -249,7 +250,7 @@ class Pod:
 
     @property
     def is_being_created(self) -> bool:
-        """The pod has its node, but no container runs yet; only events tell what it lacks."""
+        """The pod has its node, but no container runs yet; only events show what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
         return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_CREATED
 
@@ -279,7 +280,7 @@ class Pod:
 
     @property
     def is_silent(self) -> bool:
-        """The cluster has given up its node: it is not ready, and the kubelet did not say so."""
+        """The cluster has given up its node: not ready, though the kubelet did not report it."""
         ready = self.condition("Ready")
         is_expected = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
         return ready.get("status") == "False" and not is_expected and not self.is_leaving
@@ -370,7 +371,9 @@ class Pod:
             reason=reason,
             signal=_signal(code),
             message=message,
-            log_tail=[] if message and message in text else split_lines(text)[-TAIL_LINES:],
+            log_tail=[]
+            if message and message in text
+            else printed(split_lines(text))[-TAIL_LINES:],
         )
         if record is not None:
             exit = recorded_exit(exit, record)
@@ -452,7 +455,7 @@ def recorded_exit(exit: Exit, record: Json) -> Exit:
     code: int | None = record.get("code")
     at = record.get("at")
     message = str(record.get("message", ""))
-    changes: Json = {"log_tail": [str(line) for line in record.get("tail", ())][-TAIL_LINES:]}
+    changes: Json = {"log_tail": printed(map(str, record.get("tail", ())))[-TAIL_LINES:]}
     if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet reports whole seconds
         changes["at"] = at
     if isinstance(record.get("failedAt"), int | float):

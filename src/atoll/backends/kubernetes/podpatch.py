@@ -1,4 +1,4 @@
-"""The option `pod`: what of the ranks' pods is to differ from what atoll asks for. Pure.
+"""The option `pod`: how the ranks' pods differ from what atoll renders. Pure.
 
 It is a partial pod spec, merged as `kubectl patch` does: objects field by field, lists of named
 things by name, other lists whole; null takes a field away. What atoll itself relies on is refused.
@@ -86,7 +86,7 @@ OWN_NAMES = {
 
 
 def merge_pod(base: Json, patch: Json) -> Json:
-    """`base` with what `patch` says; neither is changed."""
+    """Merges `patch` into `base`; neither is changed."""
     merged = dict(base)
     for field, value in patch.items():
         before = merged.get(field)
@@ -177,7 +177,7 @@ def _check_rank(where: str, container: Json) -> None:
 
 
 def _plain(name: str) -> str:
-    """Of `container`, `Containers` and `containers` alike."""
+    """The same for `container`, `Containers` and `containers`."""
     return name.replace("_", "").lower().removesuffix("s")
 
 
@@ -185,7 +185,7 @@ _MEANT = {_plain(name): name for name in KINDS}
 
 
 class ShortNames(SpecModel, frozen=True):
-    """Options that stand for one place in `pod` each, as SHORT_NAMES says."""
+    """Options that each stand for one field of `pod`, by the table SHORT_NAMES."""
 
     service_account: str | None = None  # IRSA and Pod Identity go by this name
     node_selector: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""One look at a gang: from the Job and its pods to `Seen`, with the chores that follow. Pure.
+"""One observation of a gang: from the Job and its pods to `Observation`, with its followups. Pure.
 
-A rank may have several pods, one after another. Each look reports one of them, the oldest first,
-so that every exit is stored before its successor is reported.
+A rank may have several pods, one after another. Each observation reports one of them, the oldest
+first, so that every exit is stored before its successor is reported.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ NOBODY = DeletedState()
 DELETED = ExitReason.DELETED.meaning
 RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
 
-WAITING_EVERY_S = 30.0
-LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
+WAITING_EVERY_S = 30.0  # changes come with the watch; this only checks timeouts of minutes
+LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0  # `is_lost` depends on the time alone, see `LATE_S`
 
 
 class GangView(NamedTuple):
-    """What one look learns about a gang."""
+    """One observation of a gang, and the pods that its followups concern."""
 
     observation: Observation
-    may_go: list[Pod]  # being deleted, with nothing to report that is not in `seen`
+    may_go: list[Pod]  # being deleted, with nothing to report that is not in `observation`
     leaving: list[Pod]  # being deleted while they run: their logs are lost with them
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
-    has_more: bool  # the next look reports more exits
+    has_more: bool  # the next observation reports more exits
     half: list[Pod]  # they hold nodes for fewer than `min` ranks, for too long
     gate: StartGate
     newest: list[Pod]  # the last pod of each rank
 
 
 def desired_of(job: Json | None) -> DesiredState | None:
-    """The wish that the Job carries out; None if there is no Job or it is being deleted."""
+    """The desired state of the Job; None if there is no Job or it is being deleted."""
     if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
     text = (job["metadata"].get("annotations") or {}).get(DESIRED)
@@ -223,7 +223,7 @@ def _followups_of_pods(view: GangView) -> Iterator[Followup]:
 def _followups_of_job(
     training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
 ) -> Iterator[Followup]:
-    """The chores for a Job that exists and must go on."""
+    """The followups for a Job that exists and must go on."""
     desired = view.observation.desired
     if job is None or desired is None:
         return
@@ -231,7 +231,7 @@ def _followups_of_job(
         yield MarkStopped(pods=tuple(view.half))
         yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
     if view.gate.is_due and view.gate.together is not None:
-        # The decision comes first: if the rest fails, the next look asks for it again.
+        # The decision comes first: if the rest fails, the next observation asks for it again.
         patch = render_opened(now, view.gate.together)
         yield PatchJob(why="the start gate opens", patch=patch)
     if view.gate.to_start:
@@ -241,7 +241,7 @@ def _followups_of_job(
     if patch := _deadline(training, job, view.observation.gate_opened_at, options):
         yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
     name = gang_name(training)
-    # The source, if there is one, is loaded only while the controller applies a wish.
+    # The source, if there is one, is loaded only while the controller applies a desired state.
     if training.spec.source is None and any(pod.misses(name) for pod in view.newest):
         yield RestoreObjects(desired=desired, job=job)
     if not view.half and (patch := render_size_restored(job, desired)):
@@ -251,7 +251,7 @@ def _followups_of_job(
 
 
 def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
-    """When to look again for timeouts, which pass without a change in the cluster."""
+    """When to observe again for timeouts, which pass without a change in the cluster."""
     times = [view.gate.due_in_s]
     if view.has_more:
         times.append(0.0)
@@ -302,7 +302,7 @@ def _unstarted(training: Training, job: Json | None, observation: Observation) -
 
 
 def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
-    """The pod of a rank that this look reports, and those that later looks report."""
+    """The pod of a rank to report in this observation, and those for later ones."""
     news = [p for p in pods if not is_stored(p, known) and not _is_unreportable(p, now)]
     for at, pod in enumerate(news):
         if pod.is_over or pod.is_lost(now):
@@ -315,7 +315,7 @@ def _age(pod: Pod) -> tuple[float, int]:
 
 
 def _alive(known: Mapping[int, RankStatus], pods: Collection[str]) -> dict[int, RankStatus]:
-    """The ranks that were alive when they were last seen, in one of these pods."""
+    """The ranks that were alive at the last observation, in one of these pods."""
     if not pods:
         return {}
     return {n: rank for n, rank in known.items() if rank.is_alive and rank.pod_name in pods}
@@ -391,7 +391,7 @@ def _unknown_end(
     *,
     is_last: bool,
 ) -> ObservedRank:
-    """A rank whose pod is gone without a trace. Only the Job may know that it exited with 0."""
+    """A rank whose pod was deleted without a trace. Only the Job may know that it exited with 0."""
     exit = Exit(code=None, at=now, reason=ExitReason.DELETED, message=f"{DELETED} unseen")
     since = rank.started_at or 0.0
     if is_last and rank.rank in indexes((job or {}).get("status", {}).get("completedIndexes", "")):
@@ -411,7 +411,7 @@ def _unknown_end(
 
 
 def _searched_rank(rank: RankStatus) -> ObservedRank:
-    """A rank whose pod is gone, while it is being read how it ended: as it last was."""
+    """A rank whose pod was deleted, as it last was, while its end is being searched for."""
     return ObservedRank(
         rank=rank.rank,
         state="running",
@@ -435,9 +435,9 @@ def _is_unreportable(pod: Pod, now: float) -> bool:
 
 
 def _is_unsettled(pod: Pod, gate: StartGate, desired: DesiredState | None, now: float) -> bool:
-    """Whether a rank that is being stopped may have run, though its kubelet has not said so.
+    """Whether a rank that is being stopped may have run, though its kubelet has not reported it.
 
-    It was let through the gate, and its container may have started and ended since the last word.
+    It passed the gate, and its container may have started and ended since the last report.
     """
     is_stopping = pod.is_leaving or (desired is not None and pod.rank >= desired.size)
     is_through = gate.opened_at is not None and (pod.has_passed or pod.is_gate_up)
@@ -465,7 +465,7 @@ def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], no
     ended = pod.exit(is_stopped=False, now=now)
     if job is not None and _is_suspended(pod, job, ended.at):
         return True
-    # Clocks differ a little. A rank that a signal ended during deletion is not to blame.
+    # Clocks differ a little. A rank that a signal ended during deletion is not the culprit.
     # The rank's own record is exact: its failure just before a stop is its own.
     slack_s = RECORD_SKEW_S if ended.at % 1 else RECORD_SKEW_S + 1.0  # a kubelet cuts seconds off
     if ended.signal in ("SIGTERM", "SIGKILL"):
@@ -587,7 +587,7 @@ def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes
 
 
 def unexplained_failures(training: Training, job: Json | None, pods: Iterable[Pod]) -> set[int]:
-    """Ranks that the Job counts as failed, though neither the status nor a pod tells how."""
+    """Ranks that the Job counts as failed, though neither the status nor a pod shows how."""
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
     failed = ended_ranks(job, known).failed
     if not failed:
@@ -602,9 +602,9 @@ def vanished_ranks(
     known: Mapping[int, RankStatus],
     now: float,
 ) -> Iterator[ObservedRank]:
-    """Ranks that the Job counts as completed or failed and whose pods are gone.
+    """Ranks that the Job counts as completed or failed and whose pods were deleted.
 
-    `there` are the ranks that have pods to be told of; those are read instead.
+    `there` are the ranks that have pods to report; those are read instead.
     """
     ended = ended_ranks(job, known)
     at = when((job or {}).get("status", {}).get("completionTime")) or now

@@ -1,4 +1,4 @@
-"""What is asked of the cluster for one training: a Job, a Service, a ConfigMap. Pure.
+"""The objects of one training: a Job, a Service, a ConfigMap. Pure.
 
 One Indexed Job is the gang: its completion index is the rank. The ConfigMap carries what a Job
 may not change while it runs (the world's size now), so that a rank started later finds it.
@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.agent import machine_use, metric_sinks, process, unpack
 from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.result import IN_LOG, RESULT_VARIABLE
 from atoll.backends.kubernetes.code import (
     UNPACK,
     code_layout,
@@ -195,7 +196,7 @@ def render_job(
         "parallelism": desired.size,
         "completionMode": "Indexed",
         "backoffLimitPerIndex": spec.max_restarts,
-        # A rank never runs twice: its successor waits until the last one is gone.
+        # A rank never runs twice: its successor waits until the last one has ended.
         "podReplacementPolicy": "Failed",
         # A rank that atoll had to stop, and wants again, has not used up a restart.
         "podFailurePolicy": {
@@ -207,7 +208,7 @@ def render_job(
         "template": _template(training, options),
     }
     if options.kueue_queue is not None or is_blocked:
-        body["suspend"] = True  # Kueue lets it go once the whole gang fits
+        body["suspend"] = True  # Kueue resumes it once the whole gang fits
     # A controller that takes exits sets it once ranks are let go: before that no time is used up.
     if spec.deadline_s is not None and not options.is_controlled:
         body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
@@ -298,7 +299,7 @@ def _container(training: Training, options: Options) -> Json:
         "image": spec.image or options.image,
         "command": options.command or [_literal(argument) for argument in command],
         "env": _environment(training, launch, options),
-        # The last lines of a rank that failed travel in its status, however soon it is gone.
+        # The last lines of a rank that failed travel in its status, however soon it is deleted.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "imagePullPolicy": None,
         "securityContext": None,
@@ -405,9 +406,10 @@ def _environment(training: Training, launch: RankLaunch, options: Options) -> li
     by_field |= dict.fromkeys(launch.node_variables, "spec.nodeName")
     by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
     size = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
-    # The start gate knows how many it lets go, where they may be fewer than all.
+    # The start gate knows how many start together, where they may be fewer than all.
     is_counted = options.gates_start(training.spec) and TOGETHER not in launch.env
     return [
+        {"name": RESULT_VARIABLE, "value": IN_LOG},  # a pod has neither folder nor bucket
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in by_field.items()
@@ -424,7 +426,7 @@ def _literal(text: str) -> str:
 
 
 def _resources(needs: Resources, options: Options) -> Json:
-    """What a training asks for is its limit too, so that a rank gets what it was promised."""
+    """Requests of a training are its limits too, so that a rank gets what it was promised."""
     wanted = {"cpu": needs.cpu, "memory": needs.memory}
     amounts = {name: value for name, value in wanted.items() if value is not None}
     if needs.gpu_count:
@@ -451,7 +453,7 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if training.spec.code is not None:
         volumes += render_code_volumes(training.spec.code)
     if files := _own_files(training, options):
-        # Where the ConfigMap is gone, the command still runs.
+        # The command still runs if somebody deleted the ConfigMap.
         items = [{"key": name, "path": name} for name in files]
         volumes.append(
             {

@@ -186,7 +186,7 @@ def spec_body(training: Training) -> Json:
 def status_body(
     training: Training, status: Status, events: list[Json], attempts: Sequence[Json] = ()
 ) -> Json:
-    """The status as it is stored, with what `kubectl` users look for written out."""
+    """The status as it is stored, with the fields that `kubectl` users expect written out."""
     body: Json = msgspec.json.decode(encode(fold_status(status)))
     world = status.world
     body["world"] = {
@@ -264,20 +264,30 @@ class RankGroup(Model, frozen=True):
     """Ranks that are in the same state."""
 
     ranks: str
+    """Which ranks: 0-192, 195."""
     phase: RankPhase | None = None
+    """Pending, Running, Succeeded, Failed or Stopped."""
     restarts: int | None = None
+    """How often each of them was restarted."""
     message: str | None = None
+    """What these ranks wait for, or how they ended."""
 
 
 class ExitGroup(Model, frozen=True):
     """Ranks that ended in the same way."""
 
     ranks: str
+    """Which ranks: 0-192, 195."""
     exit_code: int | None = None
+    """Exit code; null if nobody knows it."""
     termination_reason: str | None = None
+    """How they ended."""
     signal: str | None = None
+    """Signal that killed them."""
     collateral: bool | None = None
+    """Whether they ended because another rank had failed."""
     message: str | None = None
+    """Details for people."""
 
 
 class RankData(Model, frozen=True):

@@ -147,9 +147,9 @@ class KubernetesStore:
         phase: str | None = None,
         prefix: str = "",
     ) -> TrainingPage:
-        """The API server orders a namespace by name and ends a list where it is asked to, but not
-        at a size; what would be too much is asked for again, less of it. Phases and prefixes are
-        filtered here. One page looks at `SCANNED` objects at the most."""
+        """The API server orders a namespace by name and limits a list by count, not by size: a page
+        that is too large is requested again with fewer objects. Phases and prefixes are filtered
+        here. One page reads at most `SCANNED` objects."""
         items: list[Training] = []
         scanned, left, more = 0, max_bytes, after
         while len(items) < limit and scanned < SCANNED:

@@ -39,7 +39,7 @@ class KubernetesTokens:
         return None if known is None else str(known["namespace"])
 
     async def check_namespace(self, namespace: str) -> None:
-        """Raises ValidationError if there is no such namespace, where that may be asked."""
+        """Raises ValidationError if there is no such namespace, if this may be read."""
         try:
             await self._cluster.get("namespaces", None, namespace)
         except NotFound:

@@ -46,6 +46,7 @@ from atoll.backends.local.machine_use import UseMeter
 from atoll.backends.local.options import SUPPORTS, LocalOptions
 from atoll.backends.local.processes import boot_id
 from atoll.backends.local.queue import Capacity, StartQueue, Waiting
+from atoll.backends.local.rank_process import result_file
 from atoll.backends.local.rendezvous_file import read_rendezvous
 from atoll.backends.local.rendezvous_view import (
     observed_endpoint,
@@ -57,6 +58,7 @@ from atoll.backends.local.reserve import Reserve
 from atoll.backends.local.shortage import waiting_words
 from atoll.backends.local.supervisor_client import RESTORED_S, Supervision
 from atoll.backends.records import desired_of
+from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
@@ -426,6 +428,21 @@ class LocalBackend(Executor):
     async def changes(self) -> AsyncIterator[Key]:
         while True:
             yield await self._changed.get()
+
+    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
+        attempt = attempt_of(training, rank)
+        if attempt is None:
+            return None
+        path = Path(result_file(self._root / training.uid, rank, attempt))
+
+        def read() -> bytes | None:
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                return None
+
+        named = is_named(self._gang(training).facts, rank, attempt)
+        return await read_result(read, f"the result of rank {rank}", is_named=named)
 
     async def logs(
         self,

@@ -35,7 +35,8 @@ def read_gang(directory: Path) -> dict[str, Any]:
 
 def write_gang(directory: Path, gang: dict[str, Any]) -> None:
     directory.mkdir(exist_ok=True, mode=0o700)
-    (directory / "errors").mkdir(exist_ok=True, mode=0o700)
+    for name in ("errors", "results"):
+        (directory / name).mkdir(exist_ok=True, mode=0o700)
     clear_way(directory / GANG)
     write_durably(directory / GANG, json.dumps(gang).encode())
 

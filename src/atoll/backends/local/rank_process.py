@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.agent.process import ERROR_VARIABLE, exit_fields
-from atoll.agent.records import AttemptFacts, Due, exit_record
+from atoll.agent.process import ERROR_VARIABLE, RESULT_VARIABLE, exit_fields, result_fields
+from atoll.agent.records import RESULT, AttemptFacts, Due, exit_record, name_of
 from atoll.backends.local import processes
 from atoll.backends.local.journal import Record
 from atoll.core.reasons import ExitReason
@@ -100,20 +100,25 @@ def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str,
         "ATOLL_RESTARTS": str(due.restarts),
         "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
         ERROR_VARIABLE: error_file(directory, due.rank, due.attempt),
+        RESULT_VARIABLE: result_file(directory, due.rank, due.attempt),
     }
 
 
-def lost_record(attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:
-    record = attempt_end(attempt, ended.get(attempt.pid), at)
+def lost_record(directory: Path, attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:
+    record = attempt_end(directory, attempt, ended.get(attempt.pid), at)
     if record["code"] in (None, 128 + signal.SIGKILL):
         record["reason"] = ExitReason.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 
 
-def attempt_end(attempt: AttemptFacts, status: int | None, at: float) -> dict[str, Any]:
-    """Return the record of how an attempt ended."""
-    return exit_record(attempt.rank, attempt.attempt, exit_fields(status, at))
+def attempt_end(
+    directory: Path, attempt: AttemptFacts, status: int | None, at: float
+) -> dict[str, Any]:
+    """Return the record of how an attempt ended, and of the result that it left."""
+    rank, number = attempt.rank, attempt.attempt
+    result = result_fields(result_file(directory, rank, number))
+    return exit_record(rank, number, {**exit_fields(status, at), **result})
 
 
 def end_key(attempt: AttemptFacts) -> str:
@@ -137,6 +142,11 @@ def read_ends(directory: Path) -> dict[str, float]:
     except (OSError, ValueError):
         return {}
     return ends
+
+
+def result_file(directory: Path, rank: int, attempt: int) -> str:
+    """Return the file in which `atoll.set_result` writes."""
+    return str(directory / "results" / name_of(rank, attempt, RESULT))
 
 
 def error_file(directory: Path, rank: int, attempt: int) -> str:

@@ -12,12 +12,43 @@ import os
 from pathlib import Path
 
 from atoll.backends.local.journal import clear_way, write_durably
-from atoll.backends.local.spare import has_room
-from atoll.core.errors import Temporary
+from atoll.core.errors import Permanent, Temporary
+from atoll.files.ownership import make_private
 
 FOLDER = "reserve"
 FILES = 4  # two for each training that is stopped: its record and its document
 FILE_BYTES = 64 * 2**10  # a gang document with an environment of the usual size, many times over
+
+# What a control plane writes when it starts: SQLite's files and the small ones beside them.
+START_BYTES = 2**18
+REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or raise the quota",
+    errno.EROFS: "mount it writable",
+}
+
+
+def check_writable(where: Path) -> None:
+    """Creates the state directory. Raises Permanent if nothing can be written there."""
+    probe = where / f"space.{os.getpid()}"
+    try:
+        make_private(where)
+        probe.write_bytes(bytes(START_BYTES))
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "allow it, or set ATOLL_STATE_DIR")
+        raise Permanent(
+            f"cannot write to {where}: {error.strerror}: {remedy}, then start the control plane "
+            "again; running ranks are not affected"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
+def has_space(where: Path, needed: int) -> bool:
+    """Whether the file system has this many bytes left. A quota does not show in this."""
+    free = os.statvfs(where)
+    return not free.f_flag & os.ST_RDONLY and free.f_bavail * free.f_frsize >= needed
 
 
 class Reserve:
@@ -32,7 +63,7 @@ class Reserve:
             self._folder.mkdir(exist_ok=True, mode=0o700)
             for number in range(FILES):
                 path = self._folder / str(number)
-                if not path.exists() and has_room(self._folder, 4 * FILES * FILE_BYTES):
+                if not path.exists() and has_space(self._folder, 4 * FILES * FILE_BYTES):
                     _make(path)
 
     def save(self, path: Path, data: bytes) -> None:

@@ -120,7 +120,8 @@ class Supervisor:
         if left or is_heir:
             ends = {a.rank: self._found_end_of(a) for a in left}
             bury(left, self._directory, self._directory.name)
-            append_persistently(self._journal, [lost_record(a, {}, ends[a.rank]) for a in left])
+            lost = [lost_record(self._directory, a, {}, ends[a.rank]) for a in left]
+            append_persistently(self._journal, lost)
             cgroup.remove(self._directory)
         shim = os.environ["ATOLL_SUPERVISOR"]
         cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
@@ -361,7 +362,7 @@ class Supervisor:
 
     def _explained(self, process: Process, status: int) -> Record:
         attempt = process.attempt
-        record = attempt_end(attempt, status, self._end_of(attempt))
+        record = attempt_end(self._directory, attempt, status, self._end_of(attempt))
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
         word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
         # A rank that failed by itself may still be unwinding when it is told to stop.

@@ -141,7 +141,7 @@ def keep(directory: Path, supervisor: int) -> None:
     ended = kill_descendants()
     journal = JournalWriter(directory / "journal")
     now = journal.now()
-    records = [lost_record(attempt, ended, now) for attempt in journal.facts.running()]
+    records = [lost_record(directory, one, ended, now) for one in journal.facts.running()]
     append_persistently(journal, records)
     mark_of(directory).unlink(missing_ok=True)
 

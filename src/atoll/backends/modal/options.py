@@ -13,6 +13,7 @@ from atoll.core.checks import check_bounds, check_strings, is_text
 from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.model import SpecModel
+from atoll.core.quantities import parse_quantity
 from atoll.core.spec import TrainingSpec
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 
@@ -23,9 +24,6 @@ STORES = ("s3://", "gs://", "az://")
 STORE = "expected s3://, gs:// or az://: a store that Modal's containers and this machine reach"
 # As the client checks the names of its objects.
 OBJECT_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-SCALE = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)}
-SCALE["Ki"] = 1024.0
 APART = "expected none: sandboxes of Modal do not reach each other"
 SUPPORTS = (
     refuse("mesh", APART),
@@ -199,17 +197,10 @@ def check_image(field: str, image: object) -> None:
         )
 
 
-def number_of(quantity: str) -> float:
-    """`500m` is 0.5, `4Gi` is 4294967296."""
-    digits = re.match(r"[0-9.]+", quantity)
-    assert digits is not None, quantity  # the spec has checked it
-    return float(digits[0]) * SCALE[quantity[digits.end() :]]
-
-
 def cores_of(spec: TrainingSpec, options: ModalOptions) -> float | None:
     if spec.resources.cpu is None:
         return options.cpu
-    cores = number_of(spec.resources.cpu)
+    cores = parse_quantity(spec.resources.cpu)
     if cores < 0.125:
         raise ValidationError("cpu", spec.resources.cpu, "expected at least 125m on Modal")
     return cores
@@ -218,7 +209,7 @@ def cores_of(spec: TrainingSpec, options: ModalOptions) -> float | None:
 def mebibytes_of(spec: TrainingSpec, options: ModalOptions) -> int | None:
     if spec.resources.memory is None:
         return options.memory
-    mebibytes = number_of(spec.resources.memory) / MIB
+    mebibytes = parse_quantity(spec.resources.memory) / MIB
     if mebibytes < 128:
         raise ValidationError("memory", spec.resources.memory, "expected at least 128Mi on Modal")
     return round(mebibytes)

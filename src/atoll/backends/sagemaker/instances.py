@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atoll.core.errors import ValidationError
+from atoll.core.quantities import parse_quantity
 from atoll.core.spec import Resources
 
 
@@ -43,8 +44,6 @@ CPUS = [
         *((48, 192, "12xlarge"), (96, 384, "24xlarge")),
     )
 ]
-_SCALE = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-_SCALE |= {f"{unit}i": 1024.0**n for n, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)}
 
 
 def instance_for(needs: Resources, usual: str | None) -> str:
@@ -82,16 +81,10 @@ def _with_gpu(needs: Resources) -> str:
 
 
 def _with_cpu(needs: Resources) -> str:
-    cores, memory = number_of(needs.cpu or "0"), number_of(needs.memory or "0") / 2**30
+    cores, memory = parse_quantity(needs.cpu or "0"), parse_quantity(needs.memory or "0") / 2**30
     for instance in CPUS:
         if instance.cores >= cores and instance.gibibytes >= memory:
             return instance.name
     field = "cpu" if cores > CPUS[-1].cores else "memory"
     expected = "expected at most 96 CPUs and 384Gi, or the executor option instance_type"
     raise ValidationError(field, getattr(needs, field), expected)
-
-
-def number_of(quantity: str) -> float:
-    """`500m` is 0.5, `4Gi` is 4294967296."""
-    digits = quantity.rstrip("mkMGTPEi")
-    return float(digits) * _SCALE[quantity[len(digits) :]]

@@ -23,6 +23,7 @@ from atoll.agent.wrapper import Folder, code_root
 from atoll.backends.launch import RankPlace
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import AttemptKey, JobState, Timing
+from atoll.backends.results import RESULTS
 from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
 from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
 from atoll.backends.slurm.render import (
@@ -180,6 +181,9 @@ class SlurmBackend(RecordedBackend):
     def place_of(self, training: Training) -> Folder:
         return Folder(str(self.folder_of(training) / RECORDS))
 
+    def result_store(self, training: Training) -> Folder:
+        return Folder(str(self.folder_of(training) / RESULTS))
+
     def rank_place(self, training: Training) -> RankPlace:
         folder = self.folder_of(training)
         is_own = self.options.container is None and self.python == sys.executable
@@ -230,7 +234,7 @@ class SlurmBackend(RecordedBackend):
 
     def _prepare(self, training: Training) -> None:
         folder, source = self.folder_of(training), training.spec.source
-        for name in (RECORDS, LOGS):
+        for name in (RECORDS, RESULTS, LOGS):
             make_private(folder / name)
         _place(folder / FILE, wrapper_file())
         if source is not None:

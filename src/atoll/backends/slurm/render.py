@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from atoll.agent.bundle import FILE
 from atoll.backends.slurm.options import SlurmOptions
+from atoll.core.quantities import parse_quantity
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 
@@ -33,11 +34,6 @@ NAMES = {
 }
 SHORT = {"A": "account", "C": "constraint", "p": "partition", "q": "qos", "t": "time"}
 _JOB = re.compile(r"atoll-(?P<uid>[0-9A-Za-z]+)-(?P<attempt>\d+)-(?P<offset>\d+)")
-_UNITS = {"": 1, "m": 1e-3} | {
-    letter + binary: float((1024 if binary else 1000) ** power)
-    for power, letter in enumerate("kMGTPE", 1)
-    for binary in ("", "i")
-}
 
 
 def job_name(uid: str, attempt: int, offset: int) -> str:
@@ -116,21 +112,15 @@ def render_script(
 def _resources(spec: TrainingSpec, options: SlurmOptions) -> list[str]:
     resources, lines = spec.resources, []
     if resources.cpu is not None:
-        lines.append(f"--cpus-per-task={max(math.ceil(quantity(resources.cpu)), 1)}")
+        lines.append(f"--cpus-per-task={max(math.ceil(parse_quantity(resources.cpu)), 1)}")
     if resources.memory is not None:
-        lines.append(f"--mem={max(math.ceil(quantity(resources.memory) / 2**20), 1)}M")
+        lines.append(f"--mem={max(math.ceil(parse_quantity(resources.memory) / 2**20), 1)}M")
     gres = [options.gres] if options.gres else []
     if resources.gpu_count:
         model = resources.gpu_models[0] if resources.gpu_models else ""
         kind = f":{options.gpu_types.get(model, model.lower())}" if model else ""
         gres.append(f"gpu{kind}:{resources.gpu_count}")
     return [*lines, *([f"--gres={','.join(gres)}"] if gres else [])]
-
-
-def quantity(text: str) -> float:
-    """The value of `500m`, `2`, `4Gi`."""
-    number = text.rstrip("mkMGTPEi")
-    return float(number) * _UNITS[text[len(number) :]]
 
 
 def command_env(environ: Mapping[str, str], script: str) -> dict[str, str]:

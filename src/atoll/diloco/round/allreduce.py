@@ -9,11 +9,11 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.objectstore import ObjectStore, Traffic
 
+T = TypeVar("T")
+
 THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
 OUTER = "mean"  # the outer rule of a plain all-reduce: the result is the mean
 
@@ -55,8 +57,13 @@ class MeanTarget:
     def rows(self) -> Mapping[str, Vector]:
         return {}
 
+    @property
+    def is_wanted(self) -> bool:
+        """Not for rounds that were missed: they have no result, and leave no state."""
+        return bool(self.out.size)
+
     def step(self, round: int, start: int, mean: Vector) -> None:
-        if self.out.size:  # rounds that were missed are read, too
+        if self.is_wanted:
             self.out[start : start + mean.size] = mean
 
 
@@ -110,7 +117,6 @@ class _Stream:
             together=tuple(range(start.together or 0)),
             timeout_s=owner.timeout_s,
             keep=owner.keep_rounds,
-            checkpoint_every=1,  # it is empty, and a joiner reads no old means
         )
         pace = Pace(
             owner.timeout_s,
@@ -234,9 +240,11 @@ class ObjectStoreAllReduce:
             stream = self._streams[name] = _Stream(self, name, layout)
         self._check_finite(arrays)
         target = stream.target
-        target.out = room = self._find_room(stream, arrays, out)
+        room = self._find_room(stream, arrays, out)
         try:
-            result = self._run(stream, name, arrays, weight)
+            is_again = self._prepare(stream, name, arrays)
+            target.out = room
+            result = self._run(stream, arrays, weight, is_again)
         except BaseException:
             # What the call brought is uploaded, or will be: made again, it goes on with that.
             stream.pending = _checksum(arrays, room.size)
@@ -253,26 +261,37 @@ class ObjectStoreAllReduce:
             return vector
         return np.empty(stream.fragment.share.size, np.float32)
 
-    def _run(self, stream: _Stream, name: str, arrays: Sequence[Any], weight: float) -> RoundResult:
+    def _prepare(self, stream: _Stream, name: str, arrays: Sequence[Any]) -> bool:
+        """Join, or settle what an earlier call left open; say whether this call was made before."""
         driver = stream.driver
         pending, stream.pending = stream.pending, None
+        if not stream.is_open:
+            self._translate(driver.open)
+            stream.is_open = True
+            if self._first_round is not None:
+                stream.offset = self._first_round - driver.round
+            if name in self._residuals:
+                stream.fragment.add(0, self._residuals.pop(name))
+        if driver.machine.is_pending and pending == _checksum(arrays, stream.fragment.share.size):
+            return True
+        self._translate(driver.prepare)
+        return False
+
+    def _run(
+        self, stream: _Stream, arrays: Sequence[Any], weight: float, is_again: bool
+    ) -> RoundResult:
+        if is_again:
+            result = self._translate(lambda: stream.driver.run(None))
+        else:
+            result = self._offer(stream, arrays, weight)
+        while result.fate == DROPPED:  # the run went on without this replica: once more
+            result = self._offer(stream, arrays, weight)
+        return result
+
+    def _translate(self, call: Callable[[], T]) -> T:
+        """The errors of a round in the words of the package."""
         try:
-            if not stream.is_open:
-                driver.open()
-                stream.is_open = True
-                if self._first_round is not None:
-                    stream.offset = self._first_round - driver.round
-                if name in self._residuals:
-                    stream.fragment.add(0, self._residuals.pop(name))
-            size = stream.fragment.share.size
-            if driver.machine.is_pending and pending == _checksum(arrays, size):
-                result = driver.run(None)
-            else:
-                driver.prepare()
-                result = self._offer(stream, arrays, weight)
-            while result.fate == DROPPED:  # the run went on without this replica: once more
-                result = self._offer(stream, arrays, weight)
-            return result
+            return call()
         except BelowMinimum as problem:
             raise BelowMinimumWorld(
                 str(problem),
@@ -285,7 +304,7 @@ class ObjectStoreAllReduce:
 
     def _offer(self, stream: _Stream, arrays: Sequence[Any], weight: float) -> RoundResult:
         stream.fragment.bring(lambda row: tensors_of.flatten(arrays, row))
-        return stream.driver.run(Offer(weight, steps=1))
+        return self._translate(lambda: stream.driver.run(Offer(weight, steps=1)))
 
     def _check_finite(self, arrays: Sequence[Any]) -> None:
         """Raise ValidationError for what a codec has no code for, before anything is stored."""

@@ -57,6 +57,10 @@ class OuterStep(Protocol):
     @property
     def rows(self) -> Mapping[str, Vector]: ...
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether values are wanted: else of a mean only what it says of itself is read."""
+
     def step(self, round: int, start: int, mean: Vector) -> None:
         """Step the values of the row from `start` on. `mean` is to be left alone."""
 
@@ -438,7 +442,7 @@ class ReplicaValues:
     def _apply_stored(self, manifest: Manifest, fragment: Fragment, name: str) -> Outcome | None:
         key = objects.mean_key(manifest.round, name)
         numbers, carried = self._cells_of(manifest, name), self._carried(manifest, fragment, name)
-        is_all = carried == numbers
+        is_all = carried == numbers and fragment.outer.is_wanted
         limit = 256 + 8 * len(manifest.members)  # of a header, with all members excluded
         end = None if is_all else _LENGTH.size + limit + wire.table_size(len(numbers))
         reader = self.store.reader(self.key(key), 0, end)
@@ -448,6 +452,8 @@ class ReplicaValues:
                 return FOREIGN
             outcome = Outcome(head.made_by, head.excluded)
             applied = self._applied.get(name)
+            if not fragment.outer.is_wanted:
+                return outcome
             if applied is not None and applied.outcome != outcome:
                 return FOREIGN  # swept and made again since its first cells were applied
             first = numbers.index(carried.start)
@@ -547,6 +553,8 @@ class ReplicaValues:
     ) -> dict[str, Outcome | None]:
         """Take the outer step of a direct round, once all receipts are there."""
         fragment = self.fragment(manifest.round)
+        if not fragment.outer.is_wanted:
+            return dict(receipts)
         bad = {rank for outcome in receipts.values() for rank in outcome.excluded}
         counted = [m for m in manifest.members if m.weight and m.rank not in bad]
         ranks = frozenset(member.rank for member in counted)

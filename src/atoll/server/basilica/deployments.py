@@ -39,7 +39,6 @@ from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, timestamp
 from atoll.server.handlers import trainings
 from atoll.server.handlers.admission import admit, default_executor, executor_of
-from atoll.server.handlers.results import printed_logs
 from atoll.server.http.auth import authenticate
 from atoll.server.http.bodies import MAX_BODY_BYTES, decode_body
 from atoll.server.http.operations import (
@@ -260,8 +259,7 @@ async def logs(call: ApiCall) -> Answer:
     """
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
-    lines = printed_logs(
-        executor_of(training, call.plane),
+    lines = executor_of(training, call.plane).logs(
         training,
         ranks=None,
         tail=query.tail,

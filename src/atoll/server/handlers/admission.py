@@ -36,7 +36,6 @@ class Setup:
     notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
     # Since when statuses cannot be written, and why; None where they can.
     stale: Callable[[], tuple[float, str] | None] = lambda: None
-    read_only: str = ""  # why nothing can be written, and what to do; empty if all is well
     new_token: str = "atoll token create"  # how a token is made for this control plane
     restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
 
@@ -72,8 +71,7 @@ class Setup:
     def message(self) -> str:
         """A note for readers of the list; empty if there is nothing to say."""
         changed = f"{self.config} has changed since the control plane was started: {self.restart}"
-        first = [self.read_only] * bool(self.read_only) + [changed] * self.is_changed()
-        return "\n".join([*first, *self.notes()])
+        return "\n".join([*([changed] if self.is_changed() else []), *self.notes()])
 
 
 def default_executor(plane: Plane) -> str | None:

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
-from msgspec.structs import replace
 from starlette.responses import Response
 
 from atoll.core.errors import Temporary, ValidationError
-from atoll.core.lines import without_result
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor
 from atoll.core.spec import LineCount, RankNumber
@@ -24,7 +22,6 @@ from atoll.logs.files import offsets_since
 from atoll.logs.search import LogSearch, lines_around
 from atoll.server.handlers.admission import executor_of
 from atoll.server.handlers.reports import ReportQuery, training_of
-from atoll.server.handlers.results import printed_logs, without_results
 from atoll.server.http.operations import NDJSON, Answer, ApiCall, stream_answer
 
 log = logging.getLogger(__name__)
@@ -113,8 +110,7 @@ def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
     if len(query.rank) != 1:
         raise ValidationError("rank", query.rank, "expected one rank with at")
     lines = lines_around(folder, query.rank[0], query.at or 0, query.before, query.after)
-    shown = (line for line in lines if without_result(line.text) is not None)
-    body = b"".join(encode(line) + b"\n" for line in shown)
+    body = b"".join(encode(line) + b"\n" for line in lines)
     return Response(body, media_type=NDJSON)
 
 
@@ -183,8 +179,7 @@ async def _file_hits(
         if hits is None:
             return
         for hit in hits:
-            if (shown := without_result(hit.text)) is not None:
-                yield hit if shown == hit.text else replace(hit, text=shown)
+            yield hit
         yield None
 
 
@@ -194,7 +189,7 @@ async def _line_hits(
     """The same where the lines have to be asked for."""
     needle = query.q.lower() if query.ignore_case else query.q
     lines = executor.logs(training, ranks=query.rank or None)
-    async for line in without_results(lines):
+    async for line in lines:
         if needle in (line.text.lower() if query.ignore_case else line.text):
             at = getattr(line, "at", None)
             yield LogMatch(rank=line.rank, text=line.text[:4096], time=line.time, at=at)
@@ -219,7 +214,7 @@ async def _open_logs(
     has_start = query.offsets is not None or query.since is not None
     if follow is None and not has_start:
         tail = query.tail
-        return printed_logs(executor, training, ranks=ranks, tail=tail, follow=follow), b""
+        return executor.logs(training, ranks=ranks, tail=tail, follow=follow), b""
     offsets: dict[int, int] = {}
     if query.tail is not None:
         offsets = await executor.log_offsets(training, query.tail, ranks=ranks)
@@ -230,7 +225,7 @@ async def _open_logs(
     head = encode(LogOffsets(offsets=offsets)) + b"\n" if follow and query.tail is not None else b""
     offsets |= read_offsets(query.offsets)
     lines = executor.logs_after(training, offsets, ranks=ranks, follow=follow)
-    return without_results(lines), head
+    return lines, head
 
 
 async def _encoded(lines: AsyncIterator[LogLine], head: bytes) -> AsyncIterator[bytes]:

@@ -1,27 +1,17 @@
-"""What ranks hand in: their results over HTTP, and their logs without them."""
+"""Results of ranks over HTTP."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
-from atoll.agent.result import JSON, NONE, find_result, nonce_of
+from atoll.agent.result import JSON, NONE
 from atoll.core.errors import NotFound
-from atoll.core.lines import RESULT_MARK, without_result
 from atoll.core.model import Model, encode
-from atoll.core.ports import Executor
 from atoll.core.spec import RankNumber
-from atoll.core.status import LogLine, Training
-from atoll.logs.files import merged
 from atoll.server.handlers.admission import executor_of
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
-
-NEAR = 64  # lines at the end of a log in which a result is looked for first
 
 
 class ResultQuery(Query, frozen=True):
@@ -50,16 +40,10 @@ async def result(call: ApiCall) -> Answer:
         raise NotFound("training", call.name)
     executor = executor_of(training, call.plane)
 
-    async def texts(tail: int | None) -> AsyncIterator[str]:
-        async for line in executor.logs(training, ranks=[query.rank], tail=tail):
-            yield line.text
-
-    reading = await find_result(texts, nonce_of(training.uid))
-    if reading.result is not None:
-        return json_answer(report_of(query.rank, *reading.result))
-    if reading.is_torn:
-        return json_answer(RankResult(rank=query.rank, encoding=NONE, error=reading.trouble))
-    raise NotFound(f"result of rank {query.rank} of training", training.name)
+    found = await executor.result(training, query.rank)
+    if found is None:
+        raise NotFound(f"result of rank {query.rank} of training", training.name)
+    return json_answer(report_of(query.rank, *found))
 
 
 def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:
@@ -76,62 +60,3 @@ def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:
     except (ValueError, RecursionError) as error:
         words = f"the result cannot be read: it is not JSON in UTF-8: {error}"
         return RankResult(rank=rank, encoding=NONE, error=words)
-
-
-async def without_results(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
-    """The lines as the programs of the ranks printed them."""
-    try:
-        async for line in lines:
-            text = without_result(line.text)
-            if text is not None:
-                yield line if text == line.text else replace(line, text=text)
-    finally:
-        if hasattr(lines, "aclose"):
-            await lines.aclose()
-
-
-async def printed_logs(
-    executor: Executor,
-    training: Training,
-    *,
-    ranks: Sequence[int] | None,
-    tail: int | None,
-    follow: Callable[[], bool] | None,
-) -> AsyncIterator[LogLine]:
-    """As `Executor.logs`, without results: `tail` counts what was printed."""
-    if tail and follow is None and await _ends_with_result(executor, training, ranks):
-        async for line in _last_printed(executor, training, ranks, tail):
-            yield line
-        return
-    async for line in without_results(
-        executor.logs(training, ranks=ranks, tail=tail, follow=follow)
-    ):
-        yield line
-
-
-async def _ends_with_result(
-    executor: Executor, training: Training, ranks: Sequence[int] | None
-) -> bool:
-    lines = executor.logs(training, ranks=ranks, tail=NEAR)
-    return any([RESULT_MARK in line.text async for line in lines])
-
-
-async def _last_printed(
-    executor: Executor, training: Training, ranks: Sequence[int] | None, tail: int
-) -> AsyncIterator[LogLine]:
-    """Reads further back until what was printed fills `tail`, or the logs begin."""
-    extra = NEAR
-    while True:
-        read: defaultdict[int, int] = defaultdict(int)
-        texts: defaultdict[int, list[LogLine]] = defaultdict(list)
-        async for line in executor.logs(training, ranks=ranks, tail=tail + extra):
-            read[line.rank] += 1
-            text = without_result(line.text)
-            if text is not None:
-                texts[line.rank].append(replace(line, text=text))
-        is_cut = [rank for rank, count in read.items() if count == tail + extra]
-        if all(len(texts[rank]) >= tail for rank in is_cut):
-            break
-        extra *= 4
-    for line in merged([iter(texts[rank][-tail:]) for rank in sorted(texts)]):
-        yield line

@@ -48,7 +48,7 @@ class Server:
 
 
 def invalid(field: str, reason: str) -> tuple[int, Json]:
-    """As API servers 1.30 to 1.35 answer to an object that breaks a rule."""
+    """A Status in the published form of the API; written by hand, not recorded from a server."""
     return 422, {
         "kind": "Status",
         "reason": "Invalid",

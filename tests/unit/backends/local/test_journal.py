@@ -29,7 +29,8 @@ def start(rank: int, attempt: int = 0, at: float = 1.0) -> Any:
 
 
 def ended(rank: int, attempt: int = 0, at: float = 2.0) -> Any:
-    return lost_record(AttemptFacts(rank, attempt, None, start(rank, attempt), None), {}, at)
+    one = AttemptFacts(rank, attempt, None, start(rank, attempt), None)
+    return lost_record(Path("/nowhere"), one, {}, at)
 
 
 def accepted(version: int = 1, size: int = 2, at: float = 0.5) -> Any:

@@ -332,13 +332,13 @@ def test_the_store_away_delays_the_stop_and_loses_nothing(
         async with world(uri) as there:
             training = await there.create("sleep 0.5; exit 4")
             await there.until_running(training, 1)
-            s3.is_gone = True
+            s3.has_left = True
             (box,) = stand_in.running()
             try:
                 await asyncio.sleep(1.5)
                 assert box.is_running, "its wrapper waits until it can tell"
             finally:
-                s3.is_gone = False
+                s3.has_left = False
             over = await there.until_over(training)
             assert [e.exit_code for e in over.status.rank_exits] == [4]
 

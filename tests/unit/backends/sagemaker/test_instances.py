@@ -5,7 +5,7 @@ from __future__ import annotations
 import botocore.session
 import pytest
 
-from atoll.backends.sagemaker.instances import CPUS, GPUS, instance_for, number_of
+from atoll.backends.sagemaker.instances import CPUS, GPUS, instance_for
 from atoll.core.errors import ValidationError
 from atoll.core.spec import Resources
 
@@ -52,7 +52,3 @@ def test_sagemaker_has_all_of_them() -> None:
     known = set(model.shape_for("TrainingInstanceType").enum)
     own = {i.name for instances in GPUS.values() for i in instances} | {i.name for i in CPUS}
     assert own <= known
-
-
-def test_quantities() -> None:
-    assert [number_of(q) for q in ("2", "500m", "1ki", "4Gi", "2M")] == [2, 0.5, 1024, 2**32, 2e6]

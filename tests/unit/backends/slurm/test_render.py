@@ -12,7 +12,6 @@ from atoll.backends.slurm.options import SlurmOptions
 from atoll.backends.slurm.render import (
     chunks,
     command_env,
-    quantity,
     read_job_name,
     render_command,
     render_script,
@@ -149,11 +148,3 @@ def test_what_a_shell_sets_for_slurm_does_not_win_over_the_script() -> None:
         asks, options, folder="/f", python="python3", attempt=0, offset=0, tasks=[0]
     )
     assert "SBATCH_MEM_PER_NODE" not in command_env(dict.fromkeys(kept, "x"), script)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("2", 2), ("500m", 0.5), ("1.5Gi", 1.5 * 2**30), ("3G", 3e9)],
-)
-def test_quantities(text: str, value: float) -> None:
-    assert quantity(text) == value

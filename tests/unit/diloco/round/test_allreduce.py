@@ -196,3 +196,22 @@ def test_rounds_have_the_numbers_of_the_caller() -> None:
             return reduce.last_round.round, reduce.round
 
     assert run_all(2, work) == [(7, 8), (7, 8)]
+
+
+def test_a_joiner_reads_of_old_means_only_what_they_say_of_themselves() -> None:
+    uri, size, has_gone_on = memory(), 400_000, threading.Event()
+
+    def work(rank: int) -> int:
+        with opened(uri, rank, 3, min_replicas=2, grace_s=0.2) as reduce:
+            if rank == 2:
+                assert has_gone_on.wait(60)
+            while True:
+                reduce.allreduce(tensor(rank, 0, size))
+                report = reduce.last_round
+                assert report is not None
+                if report.round == 8:  # the checkpoint is of 5 rounds: four means are not covered
+                    has_gone_on.set()
+                if 2 in report.members:
+                    return report.bytes_down
+
+    assert run_all(3, work)[2] < 2.5 * 4 * size

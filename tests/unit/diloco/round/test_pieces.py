@@ -30,6 +30,8 @@ class State:
         if not is_full:
             self.momentum.fill(np.nan)
 
+    is_wanted = True
+
     @property
     def rows(self) -> Mapping[str, Vector]:
         return {"values": self.values, "momentum": self.momentum}

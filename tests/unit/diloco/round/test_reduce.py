@@ -30,6 +30,8 @@ class Sum:
         self.values = np.zeros(size, np.float32)
         self.count = np.zeros(size, np.float32)
 
+    is_wanted = True
+
     @property
     def rows(self) -> Mapping[str, Vector]:
         return {"values": self.values, "count": self.count}
