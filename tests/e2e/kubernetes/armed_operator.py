@@ -41,7 +41,8 @@ async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     executor = KubernetesBackend(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
-    executor._followups._keeper = Armed(executor._keeper, file)  # its steps are within a chore
+    # Its steps are within a followup.
+    executor._followups._writer = Armed(executor._writer, file)  # type: ignore[assignment]
     armed = Armed(executor, file)
     await Controller(Armed(store, file), {"kubernetes": armed}).run()
 

@@ -157,7 +157,7 @@ def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
 
 
 # (the step, whether the decision is taken then); no pod has been told of it in either.
-KILLED = [("before perform 1", False), ("after perform 1", True), ("before let_start 1", True)]
+KILLED = [("before perform 1", False), ("after perform 1", True), ("before start_pods 1", True)]
 
 
 @pytest.mark.parametrize(("step", "is_decided"), KILLED)

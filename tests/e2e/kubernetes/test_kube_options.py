@@ -1,4 +1,4 @@
-"""Options are refused exactly where the API server would refuse the Job that they lead to."""
+"""A dry run refuses options exactly where the API server refuses the Job that they lead to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import ValidationError
@@ -99,49 +100,36 @@ PLACES: dict[str, tuple[list[Any], Callable[[Any], Json]]] = {
 }
 
 
-# The server takes these, but nothing of such a name can exist, or it reads them as 0.
-HOPELESS: dict[str, list[Any]] = {
-    "claim": TEXTS,
-    "restart policy": [*TEXTS, "Never"],
-    "secret of variables": ["a-"],
-    **dict.fromkeys(("shared memory", "size", "cpu", "request"), ["Gi"]),
-}
-
-
-def _job(options: Json, name: str) -> Json:
-    job = render_job(training(), DesiredState(version=1, size=3), KubernetesOptions(**options))
-    return {**job, "metadata": {**job["metadata"], "name": name}}
-
-
 @pytest.mark.parametrize("place", PLACES)
-def test_options_are_refused_where_the_api_server_refuses_them(space: Space, place: str) -> None:
+def test_a_dry_run_refuses_what_the_api_server_refuses_and_names_the_field(
+    space: Space, place: str
+) -> None:
     values, options_of = PLACES[place]
-    ours, jobs = {}, {}
-    for number, value in enumerate(values):
-        try:
-            jobs[f"try-{number}"] = _job(options_of(value), f"try-{number}")
-            ours[number] = ""
-        except ValidationError as error:
-            ours[number] = str(error)
-    # What is refused here is put into a Job by force, to hear what the server says.
-    for number, value in enumerate(values):
-        if ours[number]:
-            jobs[f"try-{number}"] = _forced(options_of(value), f"try-{number}")
+    ours: dict[int, ValidationError] = {}
+    jobs: dict[str, Json] = {}
+
+    async def ask() -> None:
+        cluster = space.site.connect()
+        for number, value in enumerate(values):
+            try:
+                options = KubernetesOptions(**options_of(value))
+            except ValidationError:  # of no use to any server, such as a list that is none
+                continue
+            job = render_job(training(), DesiredState(version=1, size=3), options)
+            name = f"try-{number}"
+            jobs[name] = {**job, "metadata": {**job["metadata"], "name": name}}
+            backend = KubernetesBackend(cluster=cluster, **options_of(value))
+            try:
+                await backend.dry_run(training().spec, space.name)
+            except ValidationError as error:
+                ours[number] = error
+        await cluster.close()
+
+    asyncio.run(ask())
     theirs = _dry_run(space, jobs)
-    verdicts = [(v, ours[n], theirs.get(f"try-{n}", "")) for n, v in enumerate(values)]
-    assert [v for v in verdicts if v[2] and not v[1]] == []
-    assert [v for v in verdicts if v[1] and not v[2] and v[0] not in HOPELESS.get(place, ())] == []
-
-
-def _forced(options: Json, name: str) -> Json:
-    """The Job that would be made if nothing were checked."""
-    unchecked = pytest.MonkeyPatch()
-    with unchecked.context() as patch:
-        patch.setattr("atoll.backends.kubernetes.podpatch.flaws_of", lambda pod: ())
-        patch.setattr(
-            "atoll.backends.kubernetes.options.check_labels", lambda *labels, **more: None
-        )
-        return _job(options, name)
+    assert {f"try-{number}" for number in ours} == set(theirs)
+    assert [error for error in ours.values() if not error.field] == []
+    assert space.json("get", "jobs,services,configmaps", "-l", "atoll.dev/uid")["items"] == []
 
 
 def _dry_run(space: Space, jobs: dict[str, Json]) -> dict[str, str]:

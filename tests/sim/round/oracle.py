@@ -92,6 +92,8 @@ class Oracle:
         self.late: dict[str, int] = defaultdict(int)
         self.members: dict[str, int] = defaultdict(int)
         self.ended_ranks: set[int] = set()
+        self.errors: list[str] = []  # that calls ended with
+        self.logs: list[str] = []
 
     def fail(self, rule: str, text: str) -> None:
         raise Violation(f"{rule}: {text}")
@@ -113,6 +115,10 @@ class Oracle:
             self.ended_ranks.add(int(key[-10:].split("/")[-1].split(".")[0]))
         elif key.startswith("upload/"):
             self.uploads[key] = body
+            header = objects.read_header(key, body.header)
+            for process in range(header.processes if header.processes > 1 else 0):
+                if objects.part_key(key, process) not in self.parts:
+                    self.fail("O6", f"{key} is stored before part {process} of it")
             if self.first_upload_at is None:
                 self.first_upload_at = self.now
         elif key.startswith("part/"):
@@ -165,6 +171,10 @@ class Oracle:
                 state.update(piece)
         if meta.chain == objects.ZERO and objects.ZERO not in self.truth:
             self.truth[objects.ZERO] = state
+        if meta.round and (
+            meta.chain not in self.commits or self.commits[meta.chain][0].round + 1 != meta.round
+        ):
+            self.fail("O8", f"{key} is not of round {meta.round}")
         self.named.add(objects.piece_key(meta.round, meta.nonce, 0).rpartition("/")[0])
         if state != self.truth.get(meta.chain) and (meta.round or 0 not in self.swept):
             # One who slept through the start may store another one when it is swept: it is older
@@ -246,13 +256,18 @@ class Oracle:
             self.fail("O1", f"{nonce} is on an unknown chain {before}")
         if chain not in self.truth:
             self.truth[chain] = self.apply(self.truth[before], manifest, dict(outcomes))
-        self.commits[chain] = manifest, dict(outcomes)
+        known = self.commits.setdefault(chain, (manifest, dict(outcomes)))
+        if known != (manifest, dict(outcomes)):
+            self.fail("O5", f"{nonce} gives two outcomes of round {round} one name: {outcomes}")
         if round + 1 not in self.canonical and self.canonical.get(round) == before:
             self.canonical[round + 1] = chain
             self.committed_at[round + 1] = self.now
             self.stats["rounds"] += 1
             self._commit_canonical(manifest)
-        elif self.canonical.get(round + 1) != chain:
+        elif self.canonical.get(round + 1) == chain:
+            if self.strays[nonce]:
+                self.fail("O2", f"{nonce} returns in round {round}, and not by a checkpoint")
+        else:
             self.stats["strays"] += 1
             self.strays[nonce] += 1
             if round not in self.swept:

@@ -18,7 +18,6 @@ from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round import objects
 from atoll.diloco.round.effects import (
-    DROPPED,
     FOREIGN,
     LEFT,
     ApplyMeans,
@@ -82,6 +81,7 @@ class Setup:
     training: float = 0.95  # the chance that a period has inner steps at all
     not_finite: float = 0.0
     launch: str = "one"
+    is_parallel: bool = False  # several objects are read at once, as a real driver does
 
     def has(self, mutant: str) -> bool:
         return mutant in self.mutants
@@ -167,6 +167,8 @@ class Process:
         self.unsynced = self._zeros()
         self.balance = self._zeros()  # the oracle's: what row and unsynced should hold
         self.is_checked = self.has_dropped = True
+        self.has_poison = False  # values in the model that are not finite
+        self.poisoned: set[int] = set()  # fragments in whose row they are
         self.row_ids: list[set[int]] = [set() for _ in cells]
         self.unsynced_ids: list[set[int]] = [set() for _ in cells]
         self.fresh: set[int] = set()
@@ -175,10 +177,10 @@ class Process:
         self.steps = 0
         self.encoded: dict[int, int] = {}
         self.encoded_for = ""  # the row's last upload
-        self.begun = ""
-        self.applied: dict[str, Outcome] = {}
-        self.own_means: dict[str, MeanBody] = {}
-        self.rounding: dict[str, tuple[tuple[int, ...], dict[int, int]]] = {}
+        self.applied: dict[str, Outcome]
+        self.own_means: dict[str, MeanBody]
+        self.rounding: dict[str, tuple[tuple[int, ...], dict[int, int]]]
+        self._forget()
         self.made: dict[tuple[str, str], tuple[int, ...]] = {}
         self.random = random.Random(seed)  # the same in all processes of a replica
         self.call_number = 0
@@ -215,6 +217,8 @@ class Process:
 
     def fill_row(self, fragment: int) -> None:
         """Add the pseudo-gradient to the row."""
+        if self.has_poison:
+            self.poisoned.add(fragment)
         row, unsynced = self.row[fragment], self.unsynced[fragment]
         for cell in row:
             row[cell] += unsynced[cell]
@@ -235,6 +239,8 @@ class Process:
     def _forget(self) -> None:
         self.begun = ""
         self.applied, self.own_means, self.rounding = {}, {}, {}
+        self.receipts: dict[str, Outcome] = {}
+        self.stepped: list[int] | None = None  # ranks that a direct round's step was taken with
 
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> None:
         fragment = manifest.round % len(self.setup.cells)
@@ -256,6 +262,11 @@ class Process:
             if self.rank not in outcome.excluded or self.setup.has("excluded but settled"):
                 for cell in own:
                     row[cell] -= self.encoded[cell]
+            if self.setup.has("rounding owed by every reader") and outcome.made_by != self.nonce:
+                total, weight = self.oracle.sum_uploads(manifest, name, outcome.excluded)
+                for cell in own:
+                    rest = total[cell] - encode_down(total[cell], weight, self.setup)
+                    row[cell] += rest // int(member.weight)
             if not self._owes_rounding(name, outcome):
                 continue
             for cell in own:
@@ -280,6 +291,9 @@ class Process:
                 each.clear()
         self.fresh = set()
         self.steps = 0
+        self.encoded_for = ""
+        self.has_poison = False
+        self.poisoned = set()
 
     def _end(self, manifest: Manifest) -> None:
         self._forget()
@@ -300,6 +314,8 @@ class Process:
     # -- Shares in effects on values ------------------------------------------------------------
 
     def share(self, effect: Any, extra: Any) -> Steps:
+        if isinstance(effect, MakeMeans | ApplyMeans) and self.begun != effect.manifest.digest:
+            self.oracle.fail("O13", f"{self.name} has not begun round {effect.manifest.round}")
         if isinstance(effect, Upload):
             return (yield from self._share_upload(effect))
         if isinstance(effect, MakeMeans):
@@ -316,6 +332,8 @@ class Process:
         return (yield from self._load_pieces(extra))
 
     def _share_upload(self, effect: Upload) -> Steps:
+        if effect.round % len(self.setup.cells) in self.poisoned and effect.header.weight:
+            self.oracle.fail("O3", f"{self.name} uploads values that are not finite")
         fragment = effect.round % len(self.setup.cells)
         self.encoded = {
             cell: encode_up(value, self.setup) for cell, value in self.row[fragment].items()
@@ -379,6 +397,10 @@ class Process:
             self.run.world.count("stand-ins")
         if manifest.parts_of(objects.shard_of(name)) != self.processes:
             self.run.world.count("means of another cut")
+        ahead = {}
+        if self.setup.is_parallel:
+            others = [each.upload for each in manifest.members if each.upload != self.encoded_for]
+            ahead = yield from self._read_all(others)
         for member in manifest.members:
             if not member.weight:
                 continue
@@ -386,7 +408,10 @@ class Process:
             if is_own and self.setup.has("a stand-in omits its own values"):
                 if manifest.owner_of(name) != self.rank:
                     continue
-            values = yield from self._read_values(manifest, member.rank, cells)
+            if member.upload in ahead:
+                values = ahead[member.upload].cells
+            else:
+                values = yield from self._read_values(manifest, member.rank, cells)
             if values is MISSING and not exclude_missing:
                 return None
             if values is DAMAGED and self.setup.has("damaged uploads are waited for"):
@@ -417,6 +442,10 @@ class Process:
         fragment = manifest.round % len(self.setup.cells)
         values = self.values[fragment]
         answers: dict[str, Outcome | None] = {}
+        ahead: dict[str, Any] = {}
+        if self.setup.is_parallel:
+            new = [n for n in effect.names if n not in self.applied and n not in self.own_means]
+            ahead = yield from self._read_all([objects.mean_key(manifest.round, n) for n in new])
         for name in effect.names:
             own = [cell for cell in self.span(manifest, name) if cell in values]
             if not own:
@@ -425,8 +454,9 @@ class Process:
                 answers[name] = self.applied[name]
                 continue
             body = self.own_means.get(name)
+            key = objects.mean_key(manifest.round, name)
             if body is None:
-                body = yield "get", objects.mean_key(manifest.round, name)
+                body = ahead[key] if key in ahead else (yield "get", key)
             if body is None or body is DAMAGED:
                 answers[name] = None
                 continue
@@ -440,9 +470,14 @@ class Process:
         return answers
 
     def _read_for_receipts(self, effect: MakeMeans) -> Steps:
+        """Read uploads whole, and take the outer step meanwhile if that is all that is missing."""
         manifest = effect.manifest
         cells = self.carried[manifest.round % len(self.setup.cells)]
         answers: dict[str, Any] = {}
+        read: dict[int, dict[int, int]] = {}
+        member = manifest.member(self.rank)
+        if member is not None and member.upload == self.encoded_for:
+            read[self.rank] = self.encoded
         for name in effect.names:
             if self.setup.has("a receipt from memory") and int(name) == self.rank:
                 answers[name] = True
@@ -451,28 +486,38 @@ class Process:
             answers[name] = None if values is MISSING else values is not DAMAGED
             if values is MISSING and effect.exclude_missing:
                 answers[name] = False
+            if answers[name]:
+                read[int(name)] = values
+        counted = [each.rank for each in manifest.members if each.weight]
+        if self.stepped is None and all(rank in read for rank in counted):
+            self._step_direct(manifest, counted, read)
         return answers
 
+    def _step_direct(
+        self, manifest: Manifest, ranks: list[int], read: dict[int, dict[int, int]]
+    ) -> None:
+        values = self.values[manifest.round % len(self.setup.cells)]
+        weights = {each.rank: int(each.weight) for each in manifest.members}
+        total = sum(weights[rank] for rank in ranks)
+        if total:
+            for cell in values:
+                number = sum(weights[rank] * read[rank][cell] for rank in ranks)
+                values[cell] = step(values[cell], number, total)
+        self.stepped = ranks
+
     def _apply_uploads(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> Steps:
-        fragment = manifest.round % len(self.setup.cells)
-        values = self.values[fragment]
-        if self.applied:
-            return dict(self.applied)
         out = {rank for each in outcomes.values() for rank in each.excluded}
-        total, weight = dict.fromkeys(values, 0), 0
-        for member in manifest.members:
-            if not member.weight or member.rank in out:
-                continue
-            found = yield from self._read_values(manifest, member.rank, set(values))
-            if found is MISSING or found is DAMAGED:
-                return dict.fromkeys(outcomes, FOREIGN)
-            weight += int(member.weight)
-            for cell in values:
-                total[cell] += int(member.weight) * found[cell]
-        if weight:
-            for cell in values:
-                values[cell] = step(values[cell], total[cell], weight)
-        self.applied = dict(outcomes)
+        good = [each.rank for each in manifest.members if each.weight and each.rank not in out]
+        cells = self.carried[manifest.round % len(self.setup.cells)]
+        if self.stepped is None:
+            read = {}
+            for rank in good:
+                read[rank] = yield from self._read_values(manifest, rank, cells)
+                if read[rank] is MISSING or read[rank] is DAMAGED:
+                    return dict.fromkeys(outcomes, FOREIGN)
+            self._step_direct(manifest, good, read)
+        if self.stepped != good and not self.setup.has("own receipt ignored"):
+            return dict.fromkeys(outcomes, FOREIGN)
         return dict(outcomes)
 
     def _save_piece(self, effect: SaveCheckpoint) -> Steps:
@@ -481,8 +526,7 @@ class Process:
             for fragment, values in enumerate(self.values)
             for cell, value in values.items()
         }
-        nonce = "0" * 16 if self.setup.has("pieces without nonce") else effect.meta.nonce
-        yield "put", objects.piece_key(effect.meta.round, nonce, self.at), piece
+        yield "put", objects.piece_key(effect.meta.round, effect.meta.nonce, self.at), piece
         return True
 
     def _load_pieces(self, meta: objects.Checkpoint) -> Steps:
@@ -507,6 +551,7 @@ class Process:
 
     def perform(self, effect: Any) -> Steps:
         if isinstance(effect, Log):
+            self.oracle.logs.append(effect.text)
             return None
         if isinstance(effect, Sleep):
             return (yield from self._sleep(effect.seconds))
@@ -520,25 +565,30 @@ class Process:
         if isinstance(effect, Get):
             return (yield from self._get(effect.key))
         if isinstance(effect, GetAll):
-            found = {}
-            for key in effect.keys:
-                found[key] = yield from self._get(key)
-            return found
+            found = yield from self._read_all(effect.keys)
+            return {key: _as_bytes(body) for key, body in found.items()}
         if isinstance(effect, Headers):
-            headers = {}
-            for key in effect.keys:
-                body = yield "get", key
-                if body is DAMAGED:  # of its cells
-                    body = self.run.world.objects[key].body
-                headers[key] = body and body.header
-            return headers
+            found = yield from self._read_all(effect.keys)
+            return {key: self._header(key, body) for key, body in found.items()}
         if isinstance(effect, List):
             return (yield "list", effect.prefix, effect.after)
         return (yield from self._perform_together(effect))
 
     def _get(self, key: str) -> Steps:
-        body = yield "get", key
-        return b"\0damaged" if body is DAMAGED else body
+        return _as_bytes((yield "get", key))
+
+    def _read_all(self, keys: Any) -> Steps:
+        if self.setup.is_parallel and keys:
+            return (yield "gets", tuple(keys))
+        found = {}
+        for key in keys:
+            found[key] = yield "get", key
+        return found
+
+    def _header(self, key: str, body: Any) -> Any:
+        if body is DAMAGED and key in self.run.world.objects:  # its cells are
+            body = self.run.world.objects[key].body
+        return None if body is None or body is DAMAGED else body.header
 
     def _sleep(self, seconds: float) -> Steps:
         assert self.machine is not None
@@ -575,27 +625,42 @@ class Process:
 
     def _hear(self, words: list[Any]) -> list[Any]:
         assert self.machine is not None
-        self.machine.is_leaving |= any(leaves for *_, leaves in words)
+        leaves = [leaves for *_, leaves in words]
+        self.machine.is_leaving |= any(leaves[: self._heard_processes])
         errors = [error for _, error, _ in words if error is not None]
         if self.setup.has("errors of others are ignored"):
             errors = [words[0][1]] if words[0][1] is not None else []
         if errors:
             raise errors[0]
-        return [answer for answer, *_ in words]
+        return [answer for answer, error, _ in words if error is None]
+
+    @property
+    def _heard_processes(self) -> int:
+        return 1 if self.setup.has("leave seen by one") else self.processes
 
     def _perform_together(self, effect: Any) -> Steps:
         extra, answer = yield from self._look_before(effect)
         if extra is MISSING:
             return answer
+        if self.setup.has("going on after a failed collective") and self.group.is_closed:
+            return (
+                yield from self._finish(effect, extra, [(yield from self.share(effect, extra))])
+            )
         if self.processes == 1:
             answers = [(yield from self.share(effect, extra))]
         else:
             yield from self._say("effect", effect, extra)
             mine = yield from self._try_share(effect, extra)
-            if self.setup.has("header or index before the gather") and mine[1] is None:
-                yield from self._finish(effect, extra, [mine[0]])
+            is_early = self.setup.has("header or index before the gather") and mine[1] is None
+            if is_early and isinstance(effect, Upload | SaveCheckpoint):
+                idle = self._answer_idly(effect)
+                answer = yield from self._finish(effect, extra, [mine[0], idle])
+                yield "gather", self.group, "round", self.at, mine
+                return answer
             words = yield "gather", self.group, "round", self.at, mine
             answers = self._hear(words)
+            if self.setup.has("errors of others are ignored"):
+                answers.append(self._answer_idly(effect))
         return (yield from self._finish(effect, extra, answers))
 
     def _try_share(self, effect: Any, extra: Any) -> Steps:
@@ -617,6 +682,9 @@ class Process:
             found: dict[str, Outcome | None] = {}
             for name in manifest.names:
                 key = objects.receipt_key(manifest.round, name)
+                if name in self.receipts:
+                    found[name] = self.receipts[name]
+                    continue
                 body = yield "get", key
                 if body is None or body is DAMAGED:
                     found[name] = None
@@ -669,7 +737,9 @@ class Process:
                 continue
             receipt = objects.Receipt(manifest.digest, self.nonce, int(name), all(words))
             key = objects.receipt_key(manifest.round, name)
-            yield "create", key, objects.encode(receipt)
+            if (yield "create", key, objects.encode(receipt)):
+                out = () if receipt.is_readable else (receipt.rank,)
+                self.receipts[name] = Outcome(self.nonce, out)
             done[name] = True
         return done
 
@@ -694,12 +764,15 @@ class Process:
         self.call_number += 1
         if self.at:
             kind, value, rounds, hold = yield from self._follow()
+            if self.setup.has("errors raised by one") and kind == "error":
+                kind, value = "value", None
         else:
             kind, value, rounds, hold = yield from self._lead(name, *args)
         self.oracle.call_ended(self, self.call_number, f"{kind} {value!r:.80} {rounds}")
         self.hold = hold
         self.rounds = rounds
         if kind == "error":
+            self.oracle.errors.append(str(value))
             raise value
         return value
 
@@ -738,13 +811,19 @@ class Process:
             if kind == "end":
                 return effect
             mine = None, None, self.task.is_leaving
-            if kind == "effect":
+            if kind == "effect" and self.setup.has(f"{type(effect).__name__} by process 0 alone"):
+                mine = self._answer_idly(effect), None, self.task.is_leaving
+            elif kind == "effect":
                 mine = yield from self._try_share(effect, extra)
-                if self.setup.has(f"{type(effect).__name__} by process 0 alone"):
-                    pass
             if is_late:
                 self._make_calls(calls)
             yield "gather", self.group, "round", self.at, mine
+
+    def _answer_idly(self, effect: Any) -> Any:
+        """What a process answers that has done nothing."""
+        if isinstance(effect, MakeMeans):
+            return dict.fromkeys(effect.names, True)
+        return {} if isinstance(effect, ApplyMeans) else True
 
     def _make_calls(self, calls: list[tuple[Any, ...]]) -> None:
         for call in calls:
@@ -770,24 +849,21 @@ class Process:
                 self.train()
             is_bad = rng.random() < setup.not_finite
             bad_process = rng.randrange(self.processes)
-            is_finite = not (is_bad and bad_process == self.at)
+            self.has_poison |= is_bad and bad_process == self.at
+            is_finite = not self.has_poison
             weight = self.run.weights.get(self.rank, 1)
             words = [(is_finite, self.task.is_leaving)]
             if self.processes > 1:
                 words = yield "gather", self.group, "training", self.at, words[0]
             if setup.has("not finite seen by one"):
                 words = words[:1]
-            leaves = any(leave for _, leave in words)
+            leaves = any(leave for _, leave in words[: self._heard_processes])
             if self.machine is not None:
                 self.machine.is_leaving |= leaves
             try:
                 result = yield from self.call("prepare")
                 if result is not None and result.fate == LEFT:
                     return "left"
-                if result is not None and result.fate == DROPPED:
-                    self._check_honesty()
-                    if not leaves:
-                        continue
                 self._check_honesty()
                 offer = self._make_offer(weight, all(finite for finite, _ in words))
                 if setup.overlap and rng.random() < 0.5:
@@ -829,10 +905,14 @@ class Process:
 
     def _check_honesty(self) -> None:
         """The training thread's half: what was trained meanwhile must be the rank's own, too."""
-        if self.setup.terms is None:
+        if self.setup.terms is None or self.setup.has("no honesty"):
             return
         if not ranges.is_inside(ranges.of(self.fresh), self.hold):
             self._drop()
+
+
+def _as_bytes(body: Any) -> Any:
+    return b"\0damaged" if body is DAMAGED else body
 
 
 @dataclass
@@ -930,4 +1010,5 @@ class Replica:
     def leave(self) -> None:
         task = self.run.world.random.choice(self.group.tasks)
         task.is_leaving = True
+        task.told_at = self.run.world.now
         self.run.world.wake(task)

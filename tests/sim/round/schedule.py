@@ -16,14 +16,14 @@ from tests.sim.round.replica import Replica, Run, Setup
 from tests.sim.round.world import QUIET, Faults, World
 
 QUIET_ROUND_S = 500.0  # O9
-MAX_S = 6000.0
 
 
 def draw_setup(rng: random.Random, changes: dict[str, object]) -> Setup:
     world = rng.randint(2, 5)
     fragments = rng.choice((1, 1, 2, 3))
     terms = None
-    if rng.random() < 0.5:
+    has_ledger = rng.random() < 0.5
+    if changes.pop("has_ledger", has_ledger):
         terms = ledgers.Terms(
             None, 1, 0, False, "", world, first=4, patience=2 * fragments, shelf=16 * fragments
         )
@@ -63,7 +63,9 @@ def draw_faults(rng: random.Random) -> Faults:
 class Schedule:
     """One life of a run."""
 
-    def __init__(self, seed: int, processes: int = 3, **changes: object) -> None:
+    def __init__(
+        self, seed: int, processes: int = 3, least_processes: int = 1, **changes: object
+    ) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.setup = draw_setup(rng, changes)
@@ -72,7 +74,8 @@ class Schedule:
         self.world.watch += [self._see, self.oracle.see]
         self.run_ = Run(self.world, self.setup, self.oracle)
         self.faults = draw_faults(rng)
-        self.most_processes = rng.choice((1, 1, processes))
+        self.most_processes = max(rng.choice((1, 1, processes)), least_processes)
+        self.least_processes = least_processes
         self.is_quiet = False
         self.away: set[int] = set()
         self.starting: set[int] = set()
@@ -91,6 +94,9 @@ class Schedule:
         if key.startswith(("upload/0", "part/")) and rng.random() < self.damage:
             delay = rng.choice((0.0, 0.0, rng.uniform(0, 3)))
             self.world.at(self.world.now + delay, lambda: self._damage_upload(key))
+        if key.startswith(("mean/", "receipt/")) and rng.random() < self.damage / 4:
+            self.world.count("means unreadable once")
+            self.world.objects[key].damage = 1
         if key.startswith("checkpoint/") and rng.random() < 0.3:
             self.world.at(self.world.now + rng.uniform(0, 5), lambda: self._damage_checkpoint(key))
 
@@ -188,7 +194,7 @@ class Schedule:
     # -- The launcher
 
     def _start(self, rank: int) -> Replica:
-        processes = self.rng.randint(1, self.most_processes)
+        processes = self.rng.randint(self.least_processes, self.most_processes)
         return self.run_.start(rank, processes, faults=QUIET if self.is_quiet else self.faults)
 
     def _launch(self) -> None:
@@ -241,6 +247,18 @@ class Schedule:
             old = [key for key, stored in world.objects.items() if stored.time < settled]
             self.oracle.check_garbage(old, frontier)
         self._check_members()
+        self._check_leavers()
+
+    def _check_leavers(self) -> None:
+        """O14: where one process was told to leave, all leave."""
+        for replica in self.run_.replicas:
+            told = [task.told_at for task in replica.group.tasks if task.is_leaving]
+            if told and replica.is_alive:
+                self.world.run(
+                    max(*told, self.quiet_at) + QUIET_ROUND_S, lambda r=replica: not r.is_alive
+                )
+                if replica.is_alive:
+                    self.oracle.fail("O14", f"rank {replica.rank} was told to leave and stays")
 
     def _wait_for_round(self) -> int:
         rounds, world = self.oracle.canonical, self.world
@@ -254,6 +272,7 @@ class Schedule:
         """No more faults. In half of the ends one rank stays dead."""
         rng, setup = self.rng, self.setup
         self.is_quiet = True
+        self.quiet_at = self.world.now
         for replica in self.run_.replicas:
             for task in replica.group.tasks:
                 task.faults = QUIET

@@ -61,6 +61,7 @@ class Task:
     cut_until: float = 0.0  # it does not reach the store
     clock: float = 0.0  # its monotonic time at 0
     is_leaving: bool = False
+    told_at: float = 0.0
     waits: int = 0  # changes whenever it is resumed, so that an old wake-up is not taken
     wakes_early: bool = False
     gate: Callable[[str, Request], None] | None = None
@@ -242,6 +243,9 @@ class World:
         kind = request[0]
         if kind == "get":
             return self.read(request[1])
+        if kind == "gets":  # at once, each one a request
+            self.requests[task.name] += len(request[1]) - 1
+            return {key: self.read(key) for key in request[1]}
         if kind == "list":
             return self._list(*request[1:])
         if kind == "delete":

@@ -481,5 +481,6 @@ def _refusal(error: Rejected) -> ValidationError:
     match = re.match(r'\w+ value: ("(?:[^"\\]|\\.)*"|[^:]*): (.*)', reason, re.DOTALL)
     value, expected = match.groups() if match else (None, reason)
     if value is not None and value.startswith('"'):
-        value = json.loads(value)
+        with contextlib.suppress(ValueError):  # Go has escapes that JSON lacks, such as \x00
+            value = json.loads(value)
     return ValidationError(field or "pod", value, f"Kubernetes: {expected}")

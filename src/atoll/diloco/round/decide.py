@@ -67,7 +67,7 @@ def read_headers(bodies: Mapping[str, bytes | None]) -> dict[str, UploadHeader |
     return headers
 
 
-def find_replica_config(last: Manifest | None, rank: int, world: int, *, is_idle: bool) -> int:
+def find_turn(last: Manifest | None, rank: int, world: int, *, is_idle: bool) -> int:
     """A rank's place in the order in which replicas begin to look at uploads."""
     order = [member.rank for member in last.present if member.rank < world] if last else []
     order = order or list(range(world))
@@ -76,7 +76,7 @@ def find_replica_config(last: Manifest | None, rank: int, world: int, *, is_idle
     return place + world if is_idle else place
 
 
-def find_place_after(manifest: Manifest, name: str, rank: int) -> int:
+def find_turn_after(manifest: Manifest, name: str, rank: int) -> int:
     """A rank's place among those who make a mean if its owner does not: members come first."""
     ranks = [member.rank for member in manifest.present]
     owner = manifest.owner_of(name)

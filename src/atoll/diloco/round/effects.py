@@ -92,7 +92,9 @@ class RoundResult(NamedTuple):
     """How a call ended. `rounds` are done, `chain` names their state, `hold` may be trained on.
 
     member: the offer is in the parameters. late: it goes with the next upload. dropped: it is gone,
-    training goes on from the global values. left: the replica was told to go, and may.
+    training goes on from the global values; who was dropped by `prepare` runs a round at once, with
+    an offer of nothing, so that the others wait for it: else a slow replica stays behind for ever.
+    left: the replica was told to go, and may.
     """
 
     fate: str
@@ -298,7 +300,8 @@ class LocalMemory(Protocol):
     def drop(self) -> None:
         """Drop the rows of all fragments and the training that is not uploaded yet.
 
-        The training thread goes on from the global values.
+        Also forget what the last upload carried: if a manifest names it, its values are read from
+        the store like anybody's. The training thread goes on from the global values.
         """
 
     def end(self, manifest: Manifest) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from statistics import median
 
+from atoll.diloco.round import objects
+from atoll.diloco.round.objects import Manifest
+
 STAGGER_S = 1.5  # between two ranks whose turn it is: several times one request to a far store
 FIRST_GRACE_S = 30.0  # processes start seconds apart, and load a model meanwhile
 FIRST_OWNER_GRACE_S = 10.0
@@ -43,8 +46,10 @@ class Pace:
         self._spreads: deque[float] = deque(maxlen=SPREADS)
         self._makes: deque[float] = deque(maxlen=SPREADS)
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WAITS))
-        self._too_short = 1  # by this factor the straggler grace was
-        self._late_round = -1
+        self._nonces: dict[int, str] = {}  # which start of each rank was a member last
+        self._left_out: dict[int, str] = {}  # those of them that were missing since
+        self._doublings = 0  # of the straggler grace, which was too short
+        self._calm = 0  # complete rounds since then
         self.slowest_owner = -1
 
     # -- Looks at the store
@@ -76,7 +81,7 @@ class Pace:
         if self._fixed_s is not None:
             return min(self._fixed_s, self._longest_s)
         learned = 4 * max(self._spreads) if self._spreads else FIRST_GRACE_S
-        return min(_clamp(learned * self._too_short), self._longest_s)
+        return min(_clamp(learned * 2**self._doublings), self._longest_s)
 
     @property
     def owner_grace_s(self) -> float:
@@ -86,21 +91,29 @@ class Pace:
         learned = 4 * max(self._makes) if self._makes else FIRST_OWNER_GRACE_S
         return min(_clamp(learned), self._longest_s)
 
-    def note_spread(self, seconds: float) -> None:
-        """A round was complete `seconds` after its quorum."""
-        self._spreads.append(seconds)
-        self._too_short = 1
+    def note_manifest(self, manifest: Manifest) -> None:
+        """Learn how long stragglers take: all replicas learn the same from a manifest."""
+        if not manifest.missing and len(manifest.members) > 1:
+            self._spreads.append(manifest.spread_s)
+            self._calm += 1
+        for member in manifest.members:
+            name = objects.parse_upload(member.upload)
+            nonce = name.nonce if name else ""
+            if self._left_out.pop(member.rank, None) == nonce:
+                # It was given up on though it lived: the grace was too short.
+                self._calm = 0
+                self._doublings += self.straggler_grace_s < MAX_GRACE_S
+            self._nonces[member.rank] = nonce
+        for rank in manifest.missing:
+            if rank in self._nonces:
+                self._left_out[rank] = self._nonces[rank]
+        # While somebody is left out, rounds are complete without saying anything of its pace.
+        if self._calm >= SPREADS * (8 if self._left_out else 1):
+            self._doublings, self._calm = max(0, self._doublings - 1), 0
 
     def note_make(self, seconds: float) -> None:
         """This replica took so long to make its own means."""
         self._makes.append(seconds)
-
-    def note_late(self, round: int) -> None:
-        """A live rank came too late for `round`: the grace doubles, once for a round."""
-        if round > self._late_round:
-            self._late_round = round
-            if self.straggler_grace_s < MAX_GRACE_S:
-                self._too_short *= 2
 
 
 def _clamp(seconds: float) -> float:

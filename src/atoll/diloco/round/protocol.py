@@ -310,9 +310,7 @@ class RoundMachine:
     @property
     def _place(self) -> int:
         is_idle = self.offer is not None and not self.offer.steps
-        return decide.find_replica_config(
-            self.last, self.config.rank, self.config.world, is_idle=is_idle
-        )
+        return decide.find_turn(self.last, self.config.rank, self.config.world, is_idle=is_idle)
 
     def _look(self, headers: dict[str, UploadHeader | None]) -> Steps[Look]:
         """List the uploads and read the headers that are new."""
@@ -328,8 +326,6 @@ class RoundMachine:
 
     def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
         config, last = self.config, self.last
-        if last is not None and look.late & {*last.missing}:
-            self.pace.note_late(last.round)
         members = {each.rank for each in last.present} if last else {*range(config.world)}
         expected = {rank for rank in members | look.late if rank < config.world} | {config.rank}
         grace_s = self.pace.straggler_grace_s
@@ -378,7 +374,7 @@ class RoundMachine:
         rank = self.config.rank
         own = tuple(name for name in manifest.names if manifest.owner_of(name) == rank)
         started = yield from self._sleep(0)
-        if own:
+        if own and is_new:  # of an old round they are there, as a rule
             yield from self._make_means(manifest, own, outcomes)
             made = yield from self._sleep(0)
             self.pace.note_make(made - started)
@@ -407,6 +403,8 @@ class RoundMachine:
             missing = self._find_missing(manifest, outcomes)
             if not missing:
                 break
+            if looks == 1 and not (is_new and manifest.member(self.config.rank)):
+                yield from self._check_newer_checkpoint(manifest)  # it may be swept
             waited = self._now - started
             due = [name for name in missing if waited >= self._stand_in_s(manifest, name)]
             new = tuple(name for name in due if name not in tried)
@@ -433,8 +431,9 @@ class RoundMachine:
 
     def _stand_in_s(self, manifest: Manifest, name: str) -> float:
         """When this replica makes a mean that its owner has not made."""
-        place = decide.find_place_after(manifest, name, self.config.rank)
-        return STAGGER_S * place + (self.pace.owner_grace_s if manifest.present else 0.0)
+        place = decide.find_turn_after(manifest, name, self.config.rank)
+        grace_s = self.pace.owner_grace_s if place and manifest.present else 0.0
+        return STAGGER_S * place + grace_s
 
     def _make_means(
         self, manifest: Manifest, names: tuple[str, ...], outcomes: dict[str, Outcome]
@@ -488,8 +487,7 @@ class RoundMachine:
         self.uploads.clear()
         self._chains[self.round] = self.chain
         self._plans[manifest.round] = manifest.plan
-        if not manifest.missing and len(manifest.members) > 1:
-            self.pace.note_spread(manifest.spread_s)
+        self.pace.note_manifest(manifest)
         return fate
 
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:

@@ -72,6 +72,10 @@ REFUSALS = {
         *(f"{POD}.initContainers[0].image", "Required value"),
         *("pod.initContainers[0].image", None, "Kubernetes: Required value"),
     ),
+    "escape": (
+        *(f"{POD}.schedulerName", r'Invalid value: "a\x00": a lowercase name'),
+        *("pod.schedulerName", r'"a\x00"', "Kubernetes: a lowercase name"),
+    ),
     "label": (
         *("metadata.labels", 'Invalid value: "a b": a valid label must be an empty string or'),
         *("labels", "a b", "Kubernetes: a valid label must be an empty string or"),
