@@ -26,14 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import NotFound
-from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.pool import CORES, each
+from atoll.diloco.codecs import Codec
 from atoll.diloco.data.ranges import Ranges
+from atoll.diloco.packing import Vector
+from atoll.diloco.pool import CORES, each
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round import objects
 from atoll.diloco.round.cells import Buffer, CellReader, Damaged, encode_cell, is_plain
 from atoll.diloco.round.effects import FOREIGN
-from atoll.diloco.round.layout import Share, Vector, offsets, overlap
+from atoll.diloco.round.layout import Share, offsets, overlap
 from atoll.diloco.round.objects import DIRECT, Manifest, MeanHeader, Member, Outcome, UploadHeader
 from atoll.objectstore import ObjectStore, RangeReader
 
