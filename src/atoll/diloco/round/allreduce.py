@@ -303,7 +303,15 @@ class ObjectStoreAllReduce:
             raise DistributedError(str(problem)) from problem
 
     def _offer(self, stream: _Stream, arrays: Sequence[Any], weight: float) -> RoundResult:
-        stream.fragment.bring(lambda row: packing.flatten(arrays, row))
+        fragment, start = stream.fragment, 0
+        if fragment.is_clear:
+            fragment.fill(lambda row: packing.flatten(arrays, row))
+        else:  # tensor by tensor: a second row would be as large as all of them
+            for array in arrays:
+                values = np.empty(math.prod(array.shape), np.float32)
+                packing.flatten([array], values)
+                fragment.add(start, values)
+                start += values.size
         return self._translate(lambda: stream.driver.run(Offer(weight, steps=1)))
 
     def _check_finite(self, arrays: Sequence[Any]) -> None:
