@@ -533,6 +533,10 @@ class ReplicaValues:
         member = manifest.member(rank)
         me = manifest.member(self.rank)
         assert member is not None
+        direct = self._direct
+        is_read = direct is not None and direct.count == len(fragment.share.cells)
+        if is_read and rank != self.rank and direct is not None and rank in direct.ranks:
+            return True  # stepped with every cell of it, in this very round
         counted = [m for m in manifest.members if m.weight]
         others = [m.rank for m in counted if m.rank != self.rank]
         is_step = (
