@@ -66,7 +66,7 @@ class SmallCluster:
         return 200, {"metadata": {"resourceVersion": str(self._version)}, "items": items}
 
     def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if "dryRun=All" in path:
+        if "dryRun=All" in path:  # accepted, and not stored
             return body
         return self.patch(f"{path.partition('?')[0]}/{body['metadata']['name']}", body)
 

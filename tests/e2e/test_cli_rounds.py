@@ -77,7 +77,7 @@ def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any
     assert summary["words"] in listing
     rows = list(csv.DictReader(io.StringIO(atoll("rounds", "many", "--csv").stdout)))
     assert [int(row["round"]) for row in rows] == sorted(manifests)
-    assert rows[0]["manifest"].split() == [str(rank) for rank in held[0][1]]
+    assert rows[0]["members"].split() == [str(rank) for rank in held[0][1]]
 
 
 SAME_DATA = """
