@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atoll.diloco.allreduce.codecs import CODECS, Codec
+from atoll.diloco.codecs import CODECS, Codec
 
 SIZE = 1 << 21
 RUNS = 3

@@ -35,7 +35,7 @@ from diloco_gpt import GPT, Text, validate  # noqa: E402
 
 from atoll.diloco import DiLoCo, RoundReport  # noqa: E402
 from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport  # noqa: E402
-from atoll.diloco.allreduce.codecs import Codec, get_codec  # noqa: E402
+from atoll.diloco.codecs import Codec, get_codec  # noqa: E402
 from atoll.diloco.estimate import estimate  # noqa: E402
 from atoll.diloco.outer import Fragment, split  # noqa: E402
 from atoll.objectstore import ObjectStore  # noqa: E402

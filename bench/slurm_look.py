@@ -63,7 +63,7 @@ async def fill_records(backend: SlurmBackend, training: Training, ranks: int) ->
         attempt = RankAttempt(place, rank, 0, "n0")
         attempt.claim()
         attempt.started(1)
-        attempt.beat()
+        attempt.heartbeat()
 
 
 async def look(backend: SlurmBackend, training: Training, ranks: int) -> list[float]:

@@ -23,7 +23,7 @@ from atoll.agent.keywords import OWN_MODULES, RANK, READERS, URI, WORLD, call, t
 
 ENTRYPOINT = "ENTRYPOINT"
 ARGS = "ATOLL_ENTRYPOINT_ARGS"
-USAGE = 2
+USAGE = 2  # as shells have it
 EXPECTED = "expected module:function, package.module or a script of the image"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.packing import Vector
 
 
 class ThreadTeam:

@@ -66,6 +66,8 @@ class SmallCluster:
         return 200, {"metadata": {"resourceVersion": str(self._version)}, "items": items}
 
     def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if "dryRun=All" in path:  # accepted, and not stored
+            return body
         return self.patch(f"{path.partition('?')[0]}/{body['metadata']['name']}", body)
 
     def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -55,13 +55,13 @@ def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any
 
     table = atoll.json("rounds", "many")
     shown = list(
-        zip(*(table[name] for name in ("round", "manifest", "weights", "missing")), strict=True)
+        zip(*(table[name] for name in ("round", "members", "weights", "missing")), strict=True)
     )
     held = []
-    for number, members in sorted(manifests.items()):
-        members = sorted(members.members, key=lambda member: member.rank)
+    for number, manifest in sorted(manifests.items()):
+        members = sorted(manifest.members, key=lambda member: member.rank)
         ranks, weights = [m.rank for m in members], [m.weight for m in members]
-        held.append((number, ranks, weights, sorted(members.missing)))
+        held.append((number, ranks, weights, sorted(manifest.missing)))
     assert shown == held
     assert set(table["source"]) == {"store"}
     assert table["why"] == "read from the manifests in the store"
@@ -77,7 +77,7 @@ def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any
     assert summary["words"] in listing
     rows = list(csv.DictReader(io.StringIO(atoll("rounds", "many", "--csv").stdout)))
     assert [int(row["round"]) for row in rows] == sorted(manifests)
-    assert rows[0]["manifest"].split() == [str(rank) for rank in held[0][1]]
+    assert rows[0]["members"].split() == [str(rank) for rank in held[0][1]]
 
 
 SAME_DATA = """

@@ -133,7 +133,7 @@ def test_what_waits_for_room_is_given_up_at_the_timeout(lone_atoll: Any) -> None
         done = lone_atoll("run", "-n", "2", "--deadline", "0.5", "--", "true")
         assert done.returncode == 124
         assert "not started within 0.5 s" in done.stderr
-        assert "room for 1 of 2 ranks" in done.stderr
+        assert "capacity for 1 of 2 ranks" in done.stderr
         lone_atoll.stop()
         assert server.wait() == 0
 

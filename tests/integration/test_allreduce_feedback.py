@@ -16,7 +16,6 @@ from tests.allreduce.world import World, reduce_once, reduce_parts, run_threads
 from atoll.diloco import DiLoCo
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce import manifest as manifests
-from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.exchange import Abandoned
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import NOTHING, Manifest
@@ -24,6 +23,7 @@ from atoll.diloco.allreduce.settle import Decision
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.upload import read_section
 from atoll.diloco.allreduce.work import settle_failed
+from atoll.diloco.codecs import Codec
 
 SHARD = 4096
 

@@ -217,21 +217,15 @@ class KindCounter(FaultyStore):
         self._note("put" if is_new else "in vain")
         return is_new
 
-    def get(self, key: str, start: int = 0, end: int | None = None) -> memoryview:
-        data = super().get(key, start, end)
-        self._note("get")
-        return data
-
     def reader(self, key: str, start: int = 0, end: int | None = None) -> Any:
         reader = super().reader(key, start, end)
-        fetch = reader._open
+        request = reader._request
 
-        def opened() -> memoryview:
-            data = fetch()
+        def counted() -> None:
+            request()
             self._note("get")
-            return data
 
-        reader._open = opened  # type: ignore[method-assign]
+        reader._request = counted  # type: ignore[method-assign]
         return reader
 
 

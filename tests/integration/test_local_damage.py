@@ -21,7 +21,7 @@ import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
 from atoll.agent.records import Facts
-from atoll.backends.local.supervisor_client import Supervision
+from atoll.backends.local.supervisor_client import SupervisorClient
 from atoll.core.status import Training
 
 RANKS = 2
@@ -245,7 +245,7 @@ def test_a_wish_reaches_a_supervisor_that_has_lost_its_socket(
     (directory / "control").unlink()
 
     async def desired() -> Facts:
-        gang = Supervision(directory, lambda: None)
+        gang = SupervisorClient(directory, lambda: None)
         await gang.desired({**gang.gang(), "version": 2, "size": 1})  # or else it does not answer
         gang.close()
         return gang.facts

@@ -19,7 +19,7 @@ import pytest
 from tests.allreduce.s3server import S3Server
 from tests.round.replica import SIZE
 
-from atoll.diloco.allreduce.codecs import Codec, get_codec
+from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.round import objects
 from atoll.diloco.round.cells import place_of, table_size, unpack_table
 from atoll.diloco.round.layout import Cut, offsets

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from atoll.diloco.allreduce.codecs import CODECS, get_codec
+from atoll.diloco.codecs import CODECS, get_codec
 
 SIZES = st.one_of(
     st.integers(0, 40),

@@ -98,7 +98,7 @@ class Reading:
             store=store,
             tokens=tokens,
             executors={},
-            series=MetricStore(self.where / "series.db"),
+            metrics=MetricStore(self.where / "series.db"),
             report_key=KEY,
         )
         await self.stack.enter_async_context(app.lifespan_context(app))

@@ -24,10 +24,11 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.codecs import get_codec
+from atoll.diloco.packing import TensorSpec, Vector
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import Offer, RoundConfig
-from atoll.diloco.round.layout import Cut, RunLayout, Share, TensorSpec, Vector
+from atoll.diloco.round.layout import Cut, RunLayout, Share
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.diloco.round.replica_group import GlooGroup

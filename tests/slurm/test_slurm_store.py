@@ -34,11 +34,11 @@ class StoreArrays(SlurmBackend):
 
     def place_of(self, training: Training) -> Objects:  # type: ignore[override]
         place = Objects.open(self.uri(training))
-        place.poll_s = place.beat_s = 0.5
+        place.poll_s = place.heartbeat_s = 0.5
         return place
 
     def launch(self, training: Training) -> dict[str, object]:
-        return {**super().launch(training), "poll_s": 0.2, "beat_s": 0.5}
+        return {**super().launch(training), "poll_s": 0.2, "heartbeat_s": 0.5}
 
     def script(self, training: Training, attempt: int, offset: int, tasks: Sequence[int]) -> str:
         text, folder = super().script(training, attempt, offset, tasks), self.folder_of(training)

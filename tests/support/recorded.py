@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from atoll.agent.bundle import FILE, wrapper_file
-from atoll.agent.record_store import RecordPlace
+from atoll.agent.record_store import RecordStore
 from atoll.agent.wrapper import Folder
-from atoll.backends.launch import RankPlace
+from atoll.backends.launch import RankLayout
 from atoll.backends.recorded import RecordedBackend
 from atoll.backends.records import AttemptKey, JobState, Timing
 from atoll.core.errors import Temporary
@@ -38,14 +38,14 @@ class ProcessBackend(RecordedBackend):
         self.words: dict[AttemptKey, JobState] = {}  # instead of the truth
         (root / FILE).write_bytes(wrapper_file())
 
-    def place_of(self, training: Training) -> RecordPlace:
+    def place_of(self, training: Training) -> RecordStore:
         folder = self.root / training.uid
         folder.mkdir(exist_ok=True)
         return Folder(str(folder))
 
-    def rank_place(self, training: Training) -> RankPlace:
+    def rank_layout(self, training: Training) -> RankLayout:
         folder = self.root / training.uid
-        return RankPlace(
+        return RankLayout(
             sys.executable, "/bin/sh", f"{folder}/source", None, True, f"file://{folder}/rdv", None
         )
 

@@ -11,13 +11,13 @@ BATCH = 1000
 
 
 class Objects:
-    """A place for records under the URI of an object store: `agent/record_store.py:RecordPlace`.
+    """A place for records under the URI of an object store: `agent/record_store.py:RecordStore`.
 
     Raises Temporary where another try may work, and Permanent where none will.
     """
 
     poll_s = 2.0
-    beat_s = 10.0
+    heartbeat_s = 10.0
 
     def __init__(self, store: Any, name: str) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class Objects:
         except FileNotFoundError:
             return None
 
-    def beat(self, name: str) -> None:
+    def heartbeat(self, name: str) -> None:
         self.put(name, b"")
 
     def entries(self) -> dict[str, int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class RecordPlace(Protocol):
+class RecordStore(Protocol):
     """Where the records of one training are. Names have no slashes."""
 
     poll_s: float  # how often it may be asked for the wish
-    beat_s: float  # how often an attempt shows that it is followed
+    heartbeat_s: float  # how often an attempt shows that it is followed
 
     def create(self, name: str, data: bytes) -> bool:
         """Durably, unless the name is taken; False if it is, with something else."""
@@ -19,12 +19,14 @@ class RecordPlace(Protocol):
 
     def get(self, name: str) -> bytes | None: ...
 
-    def beat(self, name: str) -> None:
+    def heartbeat(self, name: str) -> None:
         """The stamp of `name` changes."""
 
     def entries(self) -> dict[str, int]:
-        """All names, in one question, each with a stamp that changes with a beat, and tells when
-        that was: in nanoseconds since 1970, by the clock of the place."""
+        """Return all names in one question, each with a stamp that its heartbeats change.
+
+        The stamp is a time in nanoseconds since 1970, by the clock of the store.
+        """
 
     def delete(self, names: list[str]) -> None:
         """Already gone is success."""

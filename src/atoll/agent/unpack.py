@@ -61,6 +61,11 @@ def unpack_or_refuse(data: bytes, root: str) -> None:
         unpack(data, root)
     except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
         raise Refused(f"the archive cannot be read: {error}") from error
+    except (FileExistsError, NotADirectoryError) as error:  # in a new folder: by the archive itself
+        name = os.path.basename(str(error.filename2 or error.filename))
+        raise Refused(f"{name} is a file and a folder in the archive") from error
+    except RecursionError as error:
+        raise Refused("the folders of the archive are nested too deep") from error
 
 
 def unpack(data: bytes, root: str) -> None:

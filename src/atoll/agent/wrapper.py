@@ -4,7 +4,7 @@
 
 PLACE is a folder that all hosts see, or the URI of an object store. An attempt is claimed once: a
 second process that is started for it ends at once. The first one waits for the start gate, runs
-the command, beats while it runs, stops it when the wish says so, and writes how it ended. With
+the command, sends heartbeats, stops it when it is not wanted, and writes how it ended. With
 `agent/process.py` this is one file for Python 3.7 and its standard library (`agent/bundle.py`);
 only an object store needs atoll with its `store` extra.
 """
@@ -31,14 +31,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from atoll.agent.record_store import RecordPlace
+    from atoll.agent.record_store import RecordStore
 
 
 FROZEN_AFTER_S = 3.0
 WRITE_PATIENCE_S = 600.0
 DUE_MARGIN_S = 10.0  # after the deadline, which a controller keeps to the moment
 EVICTION_MARGIN_S = 1.0  # before the backend's own kill, in which the record is written
-SILENT_BEATS = 3
+MAX_MISSED_HEARTBEATS = 3
 HANDED_OVER = "the time of its place is over: the next attempt takes over"
 
 
@@ -46,7 +46,7 @@ class Folder:
     """A place for records that is a folder."""
 
     poll_s = 0.25
-    beat_s = 1.0
+    heartbeat_s = 1.0
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -78,7 +78,7 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def beat(self, name: str) -> None:
+    def heartbeat(self, name: str) -> None:
         try:
             os.utime(self._of(name))
         except FileNotFoundError:
@@ -136,7 +136,7 @@ class Folder:
                 os.close(fd)
 
 
-def open_place(uri: str) -> RecordPlace:
+def open_place(uri: str) -> RecordStore:
     """The records under a path, file:// or the URI of an object store."""
     if uri.startswith("/"):
         return Folder(uri)
@@ -149,7 +149,7 @@ def open_place(uri: str) -> RecordPlace:
     return Objects.open(uri)
 
 
-def read(place: RecordPlace, name: str) -> dict[str, Any] | None:
+def read(place: RecordStore, name: str) -> dict[str, Any] | None:
     """The document of that name; None if there is none, or something else."""
     data = place.get(name)
     if data is None:
@@ -168,7 +168,7 @@ def write(document: dict[str, Any]) -> bytes:
 class RankAttempt:
     """The records of one attempt, as its own process writes them."""
 
-    def __init__(self, place: RecordPlace, rank: int, attempt: int, host: str) -> None:
+    def __init__(self, place: RecordStore, rank: int, attempt: int, host: str) -> None:
         self.place = place
         self.rank = rank
         self.attempt = attempt
@@ -188,8 +188,8 @@ class RankAttempt:
         start = records.start_record(self.rank, self.attempt, time.time(), host=self.host, pid=pid)
         self.place.put(self._name(records.START), write(start))
 
-    def beat(self) -> None:
-        self.place.beat(self._name(records.HEARTBEAT))
+    def heartbeat(self) -> None:
+        self.place.heartbeat(self._name(records.HEARTBEAT))
 
     def end(self, record: dict[str, Any]) -> bool:
         """Writes how it ended, once; False if somebody else has concluded that already."""
@@ -225,7 +225,7 @@ class RankAttempt:
         return records.name_of(self.rank, self.attempt, kind)
 
 
-class Watch:
+class DesiredStateWatcher:
     """Follows the wish beside a running command, in a thread: a place may be slow to answer."""
 
     def __init__(self, attempt: RankAttempt, command: process.Command) -> None:
@@ -242,17 +242,20 @@ class Watch:
         self._thread.join(timeout=5.0)
 
     def _follow(self) -> None:
-        place, beaten_at, is_told = self._attempt.place, 0.0, bool(self._command.failure)
+        place, heartbeat_at, is_told = self._attempt.place, 0.0, bool(self._command.failure)
         while True:
             with contextlib.suppress(Exception):  # of whatever client the place has: asked again
                 now = time.monotonic()
                 if not is_told:
                     self._attempt.started(self._command.pid)
                     is_told = True
-                if now >= beaten_at + place.beat_s:
-                    is_late = beaten_at and now > beaten_at + SILENT_BEATS * place.beat_s
-                    beaten_at = now
-                    self._attempt.beat()
+                if now >= heartbeat_at + place.heartbeat_s:
+                    is_late = (
+                        heartbeat_at
+                        and now > heartbeat_at + MAX_MISSED_HEARTBEATS * place.heartbeat_s
+                    )
+                    heartbeat_at = now
+                    self._attempt.heartbeat()
                     # Who was silent may have been given up, and must not run on.
                     if is_late and self._attempt.is_concluded():
                         self.is_concluded = True
@@ -264,13 +267,13 @@ class Watch:
                 return
 
 
-class Warden:
+class StopPolicy:
     """Decides when a running command is told to end, and when it is killed."""
 
     def __init__(
         self,
         command: process.Command,
-        watch: Watch,
+        watch: DesiredStateWatcher,
         launch: dict[str, Any],
         ends_at: float | None = None,
     ) -> None:
@@ -334,16 +337,16 @@ def _interrupt(number: int, _: object) -> None:
 def wait_at_gate(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, Any] | None:
     """What the gate says once it is open; None if the attempt is not to run after all."""
     parent, place = os.getppid(), attempt.place
-    beaten_at = 0.0
+    heartbeat_at = 0.0
     while not attempt.is_unwanted() and os.getppid() == parent:
         if not launch.get("gated"):
             return {}
         gate = read(place, records.GATE)
         if gate is not None:
             return gate
-        if time.monotonic() >= beaten_at + place.beat_s:
-            beaten_at = time.monotonic()
-            attempt.beat()
+        if time.monotonic() >= heartbeat_at + place.heartbeat_s:
+            heartbeat_at = time.monotonic()
+            attempt.heartbeat()
         time.sleep(place.poll_s)
     return None
 
@@ -374,7 +377,7 @@ def call_meeting(attempt: RankAttempt) -> None:
     attempt.place.put(records.RENDEZVOUS, write({"host": attempt.host, "port": port}))
 
 
-def unpack_code(place: RecordPlace, launch: dict[str, Any]) -> str:
+def unpack_code(place: RecordStore, launch: dict[str, Any]) -> str:
     """The root of the code that travels with the training, unpacked; empty if it has none.
 
     Beside the records if they are in a folder, so that all ranks have it once. Raises Refused, and
@@ -397,7 +400,7 @@ def unpack_code(place: RecordPlace, launch: dict[str, Any]) -> str:
     return root
 
 
-def code_root(place: RecordPlace, uid: str, digest: str) -> str:
+def code_root(place: RecordStore, uid: str, digest: str) -> str:
     base = getattr(place, "path", "")
     if base:
         return f"{base}/tree-{digest[:12]}"
@@ -481,7 +484,7 @@ def upload_result(attempt: RankAttempt, launch: dict[str, Any], path: str) -> No
         pause_s = min(pause_s * 2, 10.0)
 
 
-def fetch(place: RecordPlace, name: str, path: str) -> None:
+def fetch(place: RecordStore, name: str, path: str) -> None:
     """Puts a file of the place where ranks look for it. Other ranks may do the same there."""
     data = place.get(name)
     if data is None:
@@ -501,7 +504,7 @@ def run(attempt: RankAttempt) -> int:
         say("nobody wants this attempt any more")
         return 0
     attempt.place.poll_s = launch.get("poll_s", attempt.place.poll_s)
-    attempt.place.beat_s = launch.get("beat_s", attempt.place.beat_s)
+    attempt.place.heartbeat_s = launch.get("heartbeat_s", attempt.place.heartbeat_s)
     if not attempt.claim(job=os.environ.get(launch.get("job_variable", ""), "")):
         say(f"another process has run, or runs, rank {attempt.rank}, attempt {attempt.attempt}")
         return process.CLAIMED
@@ -534,10 +537,10 @@ def run(attempt: RankAttempt) -> int:
         return _unstarted(attempt, None, f"{error}")
     command.times = open_times(attempt, launch)
     use = process.watch_use(env, command, is_contained=False)
-    watch = Watch(attempt, command)
+    watch = DesiredStateWatcher(attempt, command)
     life_s = launch.get("life_s")
     ends_at = None if life_s is None else born_at + life_s
-    warden = Warden(command, watch, launch, ends_at)
+    warden = StopPolicy(command, watch, launch, ends_at)
     command.wait(warden.tick)
     watch.close()
     if use is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from atoll.agent.bucket import Objects
 from atoll.agent.metric_sinks import FIGURES
-from atoll.backends.launch import TORCHRUN_VARIABLES, RankPlace
+from atoll.backends.launch import TORCHRUN_VARIABLES, RankLayout
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import Timing
 from atoll.backends.results import RESULTS
@@ -48,8 +48,8 @@ class StoreBackend(RecordedBackend):
     def result_store(self, training: Training) -> Objects:
         return Objects.open(self.prefix(training, RESULTS))
 
-    def rank_place(self, training: Training) -> RankPlace:
-        return RankPlace(
+    def rank_layout(self, training: Training) -> RankLayout:
+        return RankLayout(
             python=self._python,
             shell="/bin/sh",
             source=f"{FOLDER}/{training.uid}",
@@ -72,7 +72,7 @@ class StoreBackend(RecordedBackend):
             "unset": sorted({*launch["unset"], *alone}),
             "files": where,
             "poll_s": self._poll_s,
-            "beat_s": self._poll_s * 5,
+            "heartbeat_s": self._poll_s * 5,
         }
 
     async def prepare(self, training: Training) -> None:
@@ -90,7 +90,7 @@ class StoreBackend(RecordedBackend):
 
 
 def timing_of(poll_s: float) -> Timing:
-    """A rank that is silent for three beats of its wrapper, and some, is given up."""
+    """A wrapper that misses three heartbeats, and some, is lost."""
     return Timing(
         observe_s=poll_s,
         settle_s=0.5 + 2 * poll_s,

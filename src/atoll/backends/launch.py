@@ -1,6 +1,6 @@
 """Command and environment of a rank, rendered in one place for every backend. Pure.
 
-A backend describes where its ranks run (`RankPlace`) and applies the result (`RankLaunch`): it
+A backend describes where its ranks run (`RankLayout`) and applies the result (`RankLaunch`): it
 fills in the values of each rank. Slow imports are avoided: the supervisor of local ranks loads
 this file.
 """
@@ -77,7 +77,7 @@ class CodePlace(NamedTuple):
     root: str  # the folder to unpack it to
 
 
-class RankPlace(NamedTuple):
+class RankLayout(NamedTuple):
     """Where the ranks of a backend run."""
 
     python: str
@@ -114,7 +114,7 @@ class RankLaunch(NamedTuple):
     local_ranks: int
 
 
-def render_launch(training: Training, place: RankPlace) -> RankLaunch:
+def render_launch(training: Training, place: RankLayout) -> RankLaunch:
     """The launch of a rank. Variables of the user win, except for names that atoll reserves."""
     spec, world = training.spec, training.spec.world_size
     backend = spec.rendezvous.backend
@@ -174,7 +174,7 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
     )
 
 
-def local_world_size(ranks: int, place: RankPlace) -> int:
+def local_world_size(ranks: int, place: RankLayout) -> int:
     """The number of LOCAL_RANKs on a host: `torch.cuda.set_device(LOCAL_RANK)` works for each.
 
     A rank with a host or devices of its own has LOCAL_RANK 0. Ranks that share devices are counted
@@ -185,7 +185,7 @@ def local_world_size(ranks: int, place: RankPlace) -> int:
     return min(ranks, place.shared_devices) or ranks
 
 
-def store_uri_of(spec: TrainingSpec, place: RankPlace) -> str:
+def store_uri_of(spec: TrainingSpec, place: RankLayout) -> str:
     """The object store that ranks share."""
     own = place.rendezvous_uri if spec.run_id is None else place.runs_uri
     return spec.rendezvous.uri or own
@@ -239,7 +239,7 @@ def _torchrun(spec: TrainingSpec, uid: str) -> dict[str, str]:
     }
 
 
-def render_command(spec: TrainingSpec, place: RankPlace) -> list[str]:
+def render_command(spec: TrainingSpec, place: RankLayout) -> list[str]:
     if spec.source is None:
         command = [*(spec.command or ()), *spec.args]
     else:
@@ -247,7 +247,7 @@ def render_command(spec: TrainingSpec, place: RankPlace) -> list[str]:
     return [*_unpacking(spec, place), *_preparing(spec, place, command)]
 
 
-def _unpacking(spec: TrainingSpec, place: RankPlace) -> list[str]:
+def _unpacking(spec: TrainingSpec, place: RankLayout) -> list[str]:
     """What comes before the command to unpack the code of the training, if it has some.
 
     By agent/unpack.py, or by `tar` in images without a fit Python.
@@ -272,7 +272,7 @@ def _unpacking(spec: TrainingSpec, place: RankPlace) -> list[str]:
     return ["sh", "-c", script, "sh"]
 
 
-def _preparing(spec: TrainingSpec, place: RankPlace, command: list[str]) -> list[str]:
+def _preparing(spec: TrainingSpec, place: RankLayout, command: list[str]) -> list[str]:
     if not spec.pip_packages:
         return command
     if place.packages is not None and place.has_atoll:
@@ -284,7 +284,7 @@ def _preparing(spec: TrainingSpec, place: RankPlace, command: list[str]) -> list
     return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
 
 
-def _entry(spec: TrainingSpec, place: RankPlace) -> list[str]:
+def _entry(spec: TrainingSpec, place: RankLayout) -> list[str]:
     """The command that runs the shipped code."""
     assert spec.source is not None
     if spec.source.kind == "shell":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, read_record, record_line
-from atoll.agent.record_store import RecordPlace
+from atoll.agent.record_store import RecordStore
 from atoll.agent.records import (
     BY_EXECUTOR,
     CLAIM,
@@ -40,7 +40,7 @@ from atoll.agent.records import (
     name_of,
 )
 from atoll.agent.wrapper import Folder, code_root, read, write
-from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
+from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
 from atoll.backends.records import (
     Ages,
     AttemptKey,
@@ -92,7 +92,7 @@ class _Batch(NamedTuple):
 class RecordReader:
     """The facts of one training, read from its store again and again. Records are read once."""
 
-    def __init__(self, place: RecordPlace, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, place: RecordStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self.facts = Facts()
         self._clock = clock
@@ -234,13 +234,13 @@ class RecordedBackend(Executor):
         """The backend ends these. Already gone is success."""
         raise NotImplementedError
 
-    def place_of(self, training: Training) -> RecordPlace:
+    def place_of(self, training: Training) -> RecordStore:
         raise NotImplementedError
 
-    def rank_place(self, training: Training) -> RankPlace:
+    def rank_layout(self, training: Training) -> RankLayout:
         raise NotImplementedError
 
-    def result_store(self, training: Training) -> RecordPlace:
+    def result_store(self, training: Training) -> RecordStore:
         """Where ranks leave their results; these stay as long as the logs."""
         return self.place_of(training)
 
@@ -348,10 +348,10 @@ class RecordedBackend(Executor):
         return await read_result(lambda: store.get(name), what, is_named=named)
 
     def store_uri(self, training: Training) -> str:
-        return store_uri_of(training.spec, self.rank_place(training))
+        return store_uri_of(training.spec, self.rank_layout(training))
 
     def metrics_uri(self, training: Training) -> str:
-        return self.rank_place(training).figures
+        return self.rank_layout(training).figures
 
     async def logs(
         self,
@@ -377,7 +377,7 @@ class RecordedBackend(Executor):
 
     def launch(self, training: Training) -> Json:
         """What a wrapper reads of the training: the command and how its environment is made."""
-        spec, place = training.spec, self.rank_place(training)
+        spec, place = training.spec, self.rank_layout(training)
         launch = render_launch(training, place)
         meets = self.has_network and spec.rendezvous.backend != "none" and place.meeting is None
         own = {*spec.env, *spec.nccl_env}

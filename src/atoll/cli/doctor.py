@@ -1,7 +1,7 @@
 """`atoll doctor`: what of this machine atoll works with, and what to do about the rest.
 
-Each check is a function that looks at one thing and changes nothing, but for `store`, which writes
-an object to see whether the store keeps its word, and deletes it.
+Each check is a function that reads one thing and changes nothing, except `store`: it writes an
+object to test conditional writes, and deletes it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ EXTRAS = {
     "sagemaker": ("boto3", "SageMaker"),
 }
 ENOUGH_BYTES, TOO_FEW_BYTES = 2**30, 100 * 2**20
-ENOUGH_SHM_BYTES = 256 * 2**20
-ENOUGH_FILES = 1024
-ENOUGH_RANKS = 64
+ENOUGH_SHM_BYTES = 256 * 2**20  # Docker gives 64 MiB, which DataLoader workers overrun
+ENOUGH_FILES = 1024  # the usual soft limit
+ENOUGH_RANKS = 64  # more than people run on one machine
 STORE_S = 10.0  # how long a store may take to answer
-SKEW_S = 5.0
-UNSYNCHRONISED = 5  # as adjtimex(2) says it
+SKEW_S = 5.0  # stores refuse at 15 minutes; synchronised clocks differ by milliseconds
+UNSYNCHRONISED = 5  # of adjtimex(2)
 
 
 class Finding(NamedTuple):
@@ -156,7 +156,7 @@ def disk() -> Iterator[Finding]:
     where = _existing(state_dir())
     free = shutil.disk_usage(where).free
     text = f"{format_bytes(free)} free in {where}"
-    todo = "free some, or set ATOLL_STATE_DIR to another disk: logs and records are kept there"
+    todo = "free some, or set ATOLL_STATE_DIR to another disk: logs and records are stored there"
     if free < TOO_FEW_BYTES:
         yield Finding("disk", BAD, text, todo)
     else:
@@ -197,7 +197,7 @@ def clock() -> Iterator[Finding]:
     reported = ctypes.CDLL(None).adjtimex(buffer)
     if reported == UNSYNCHRONISED:
         todo = "start an NTP service (chrony, systemd-timesyncd), or see to the host's"
-        yield Finding("clock", NOTE, f"{now}, not synchronised by this kernel's word", todo)
+        yield Finding("clock", NOTE, f"{now}, not synchronised, according to this kernel", todo)
     else:
         yield Finding("clock", GOOD, now)
 
@@ -235,7 +235,7 @@ def executors() -> Iterator[Finding]:
                 bad = Finding(each.name, BAD, f"{each.kind}, not reachable", each.message)
                 yield well if each.is_reachable else bad
         except AtollError:
-            pass  # told by `control_plane`
+            pass  # reported by `control_plane`
         return
     for name, wanted in read_for_plane().executors.items():
         try:
@@ -270,7 +270,7 @@ def store(uri: str | None) -> Iterator[Finding]:
 
 
 def try_store(uri: str, blobs: ObjectStore) -> Iterator[Finding]:
-    """Whether the store takes a new object once, and what its clock says."""
+    """Whether the store creates an object only once, and the time of its clock."""
     folder = f"atoll-doctor/{os.urandom(8).hex()}"
     key, began = f"{folder}/object", time.monotonic()
     try:

@@ -29,7 +29,7 @@ from atoll.sdk.training import DistributedTraining
 if TYPE_CHECKING:
     from atoll.cli.report import Report
 
-TICK_S = 0.1
+TICK_S = 0.1  # the live line shows seconds
 LINES_AHEAD = 10_000  # read but not printed: a terminal may be slow, or stopped with Ctrl-S
 LOGS_S = 5.0  # how long the last lines may take once the training is over
 CONFIRM_S = 5.0  # how long the end may take once ranks are stopped, where nobody may answer
@@ -183,7 +183,7 @@ class Following:
         training.cancel()
 
     def _leave(self, last: Training) -> int:
-        """Whether ranks still run cannot be learned now; the exit code says why it is left."""
+        """Leave although ranks may still run: nobody answers. The exit code has the reason."""
         self.report.note(
             f"left {last.name}: it is not known whether its ranks have stopped; the cancel is "
             f"stored, and is carried out when the executor {last.executor!r} answers"
@@ -226,13 +226,13 @@ def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flo
 
 
 def is_reachable(training: Training) -> bool:
-    """Whether its executor answers, and was asked since the last change of the spec."""
+    """Whether its executor answers, and was observed since the last change of the spec."""
     is_observed = training.status.observed_generation == training.generation
     return is_observed and not executor_problem(training)
 
 
 def verdict_code(training: Training) -> int:
-    """The exit code that tells how a training ended."""
+    """The exit code for the end of a training."""
     if training.status.phase is Phase.SUCCEEDED:
         return SUCCEEDED
     is_late = training.status.reason == PhaseReason.DEADLINE_EXCEEDED

@@ -1,4 +1,4 @@
-"""The `atoll` command: the table of commands, and errors as one line that says what to do.
+"""The `atoll` command: the table of commands, and errors as one line with what to do.
 
 Command bodies import what they need when they run: `atoll --help` loads nothing but this.
 """
@@ -71,7 +71,7 @@ HINTS: dict[type[AtollError], str] = {
     Denied: "ATOLL_TOKEN holds the token that is sent",
     Temporary: "is the control plane running? ATOLL_URL holds its address",
 }
-USAGE = 2
+USAGE = 2  # as shells and click have it
 
 
 class Commands(click.Group):

@@ -8,7 +8,7 @@ import click
 
 from atoll.cli.main import app
 
-WIDTH = 100
+WIDTH = 100  # as the source
 HEAD = """# The `atoll` command
 
 Generated from `atoll --help` by `python -m atoll.cli.manual > docs/cli.md`; a test compares them.
@@ -16,7 +16,7 @@ Generated from `atoll --help` by `python -m atoll.cli.manual > docs/cli.md`; a t
 - Every command with output takes `--json`: one document on one line, or one per line where it
   streams (`run`, `logs`, `status -w`). Keys are those of the HTTP API, and all are always present.
 - Output of ranks goes to stdout, messages of atoll to stderr. `NO_COLOR` and `FORCE_COLOR` are
-  honoured.
+  supported.
 - Errors are one line on stderr. Exit codes: 0 fine or succeeded, 1 failed or refused, 2 bad usage,
   124 timed out, 130 Ctrl-C.
 - `ATOLL_URL` and `ATOLL_TOKEN` name a control plane; without them it is the user's own, started

@@ -84,7 +84,7 @@ def world_json(training: Training) -> dict[str, Any]:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns are as wide as needed; colours do not count as width.
 
-    No cell can break it: control characters are shown as text.
+    No cell can break it: control characters are printed as text.
     """
     lines = [[*header], *([*map(_safe, row)] for row in rows)]
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
@@ -162,7 +162,7 @@ EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 def ps_table(
     trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
 ) -> str:
-    """With a column for the figure that they are sorted by, if there is one."""
+    """With a column for the metric that they are sorted by, if there is one."""
     names = {metric.name for metric in (newest_metrics or {}).values()}
     if len(names) != 1 or newest_metrics is None:
         return table(PS, _ps_rows(trainings))
@@ -202,7 +202,7 @@ def _rounds(training: Training, now: float) -> list[str]:
         return []
     lines = [summary.words]
     if summary.tokens:
-        lines.append(f"{summary.tokens:.6g} tokens seen")
+        lines.append(f"{summary.tokens:.6g} tokens")
     if summary.moved_at is not None:
         moved = format_duration(max(0.0, now - summary.moved_at))
         lines.append(f"the last one at {format_time(summary.moved_at)}, {moved} ago")

@@ -35,7 +35,7 @@ TOKENS = ("ID", "NAMESPACE", "LABEL", "CREATED")
 state_dir_option = click.option(
     "--state-dir",
     type=Path,
-    help="Directory in which the control plane keeps its state.",
+    help="Directory for the state of the control plane.",
     show_default="ATOLL_STATE_DIR, or the user's own",
 )
 
@@ -138,7 +138,7 @@ def token() -> None:
     help="Namespace that the token gives access to.",
     show_default=True,
 )
-@click.option("--label", default="", help="Note on whose token it is, for 'atoll token list'.")
+@click.option("--label", default="", help="Owner or purpose of the token, for 'atoll token list'.")
 @state_dir_option
 @home_option
 @json_option
@@ -146,7 +146,7 @@ def token() -> None:
 def create(
     namespace: str, label: str, state_dir: Path | None, home: str | None, is_json: bool
 ) -> None:
-    """Create a token and print it. Only its hash is stored: it cannot be shown again."""
+    """Create a token and print it. Only its hash is stored: it cannot be printed again."""
     import asyncio
 
     from atoll.cli.output import full, print_json
@@ -227,7 +227,7 @@ def _tokens(state_dir: Path | None) -> Tokens:
 
 
 STOP_S = 60.0  # the grace of a rank is 10 s by default, and a loaded machine takes longer
-POLL_S = 0.02
+POLL_S = 0.02  # nobody notices such a delay
 
 
 @click.command()

@@ -85,7 +85,7 @@ def as_text(name: str, table: RoundTable) -> str:
         )
     lines = [f"{table.summary.words} ({table.why})"]
     if table.summary.tokens:
-        lines.append(f"{table.summary.tokens:.6g} tokens seen")
+        lines.append(f"{table.summary.tokens:.6g} tokens")
     if table.summary.ranks:
         counts = {each.rank: each.rounds for each in table.summary.ranks}
         lines.append(f"rounds taken part in: {describe_counts(counts)}")

@@ -135,7 +135,7 @@ SPEC_OPTIONS: dict[str, tuple[SpecOption, ...]] = {
             "run_id",
             str,
             "Name of the DiLoCo run in the object store: a later training with the same name "
-            "resumes it. ATOLL_RUN_ID if not given.",
+            "resumes it. Also read from ATOLL_RUN_ID.",
             "a new run",
             RUN_ID_VARIABLE,
         ),
@@ -313,7 +313,7 @@ def run_parameters() -> list[click.Parameter]:
     return parameters
 
 
-# Everything after the first word that is no option belongs to the ranks.
+# Everything after the first argument that is no option belongs to the ranks.
 @click.command(
     cls=HeadedCommand, params=run_parameters(), context_settings={"allow_interspersed_args": False}
 )

@@ -1,4 +1,4 @@
-"""Terminals: colour, a last line that stays in place, and a whole screen that is drawn over."""
+"""Terminals: colour, a status line at the bottom, and a full screen that is redrawn."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def after_carriage_return(text: str) -> str:
 
 
 class LastLine:
-    """A line kept at the bottom of a terminal, below everything else that is written to it."""
+    """A status line at the bottom of a terminal, below everything else that is written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -212,7 +212,7 @@ class Screen:
             ready = select.select(watched, [], [], left)[0]
             if self._keyboard in ready and self._keyboard is not None:
                 keys = os.read(self._keyboard, 64).decode(errors="replace")
-                if not keys:  # the keyboard is gone
+                if not keys:  # the keyboard was closed
                     return True
                 # Arrows and the like begin with an escape too.
                 if keys[0] in QUIT and (keys[0] != "\x1b" or len(keys) == 1):

@@ -21,9 +21,9 @@ LOSS, CPU, MEMORY = "loss", "machine/cpu", "machine/memory"
 HEADER = ("NAME", "PHASE", "READY", "RAN", "ROUND", "CPU", "MEMORY", "LOSS", "", "COMMAND")
 RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "CPU", "MEMORY", "MESSAGE")
 ACTIVE_READ = 20  # trainings that are read one by one, for their rounds
-MAX_ENDED = 10
+MAX_ENDED = 10  # the newest: the screen is for what runs
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-SPARK = 12
+SPARK = 12  # columns of the curve
 
 
 @click.command()
@@ -53,7 +53,7 @@ def top(interval: float, count: int | None, is_once: bool, is_json: bool) -> Non
     from atoll.sdk.client import Client
 
     if is_once and count not in (None, 1):
-        raise click.BadParameter("expected no --once beside it", param_hint="--count")
+        raise click.BadParameter("expected none with --once", param_hint="--count")
     is_screen = can_redraw(sys.stdout) and not is_json and not is_once
     left: float = inf if is_screen else 1
     left = left if count is None else count

@@ -56,7 +56,7 @@ GOALS: dict[str, Any] = {
     "target": flows.wait_until_target_world,
     "complete": flows.wait_until_end,
 }
-# What `ps` can sort by beside metrics.
+# What `ps` can sort by, in addition to metrics.
 SORT_KEYS: dict[str, Callable[[Training, float], Any]] = {
     "age": lambda training, now: now - training.created_at,
     "name": lambda training, now: training.name,
@@ -319,7 +319,7 @@ def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """The value, with text in place of what JSON cannot hold."""
+    """The value as JSON; what JSON cannot hold becomes text."""
     if isinstance(value, dict):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

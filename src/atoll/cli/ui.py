@@ -55,7 +55,7 @@ def ui(is_printed: bool, is_revoked: bool, is_json: bool) -> None:
 def link_of(url: str, host: str, code: str) -> str:
     """The address to open. The code is behind the `#`: it reaches no log and no other site.
 
-    On this machine the dashboard has a name of its own, because a browser sends what it keeps for
+    On this machine the dashboard has a name of its own, because a browser sends the cookies of
     127.0.0.1 to every port there. Browsers know that names below localhost are this machine.
     """
     from atoll.sdk.endpoint import Address

@@ -67,7 +67,7 @@ class Controller:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def wake(self, uid: str) -> None:
-        """There is something new about a training that it has looked at. From any thread."""
+        """Queues a pass over a training that had one before. From any thread."""
         key = self._reconciler.keys.get(uid)
         if key is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody looks any more

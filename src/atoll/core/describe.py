@@ -73,9 +73,9 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
             f"{_count_ranks(world.ready)} ready, min is {world.min}",
         )
     yield from _stalls(old, new)
-    for words in new.warnings:
-        if words not in old.warnings:
-            yield "Warning", "TrainingWarning", words
+    for text in new.warnings:
+        if text not in old.warnings:
+            yield "Warning", "TrainingWarning", text
     yield from _other_changes(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
@@ -107,8 +107,8 @@ def _other_changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, s
 def _stalls(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if stopped := sorted(set(new.stalled) - set(old.stalled)):
         is_one = len(stopped) == 1
-        words = f"{'has' if is_one else 'have'} reported nothing, printed nothing and used no CPU"
-        yield "Warning", "RankStalled", f"{describe_ranks(stopped)} {words} for stall_s"
+        text = f"{'has' if is_one else 'have'} reported nothing, printed nothing and used no CPU"
+        yield "Warning", "RankStalled", f"{describe_ranks(stopped)} {text} for stall_s"
     alive = {r.rank for r in new.ranks if r.is_alive}
     if moving := sorted((set(old.stalled) - set(new.stalled)) & alive):
         verb = "moves" if len(moving) == 1 else "move"
@@ -134,8 +134,8 @@ def _folded(
     kinds: dict[tuple[EventType, str], list[tuple[int, Exit]]] = {}
     for kind, reason, rank, ended in ends:
         kinds.setdefault((kind, reason), []).append((rank, ended))
-    for (kind, reason), alike in kinds.items():
-        yield kind, reason, "; ".join(exit_lines(alike))
+    for (kind, reason), group in kinds.items():
+        yield kind, reason, "; ".join(exit_lines(group))
 
 
 def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
@@ -145,8 +145,8 @@ def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
     for rank, ended in ends:
         groups.setdefault(_exit_text(ended), []).append(rank)
     lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:MAX_LINES]]
-    if rest := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
-        lines.append(f"{describe_ranks(rest)}: in {len(groups) - MAX_LINES} other ways")
+    if remaining := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
+        lines.append(f"{describe_ranks(remaining)}: in {len(groups) - MAX_LINES} other ways")
     return lines
 
 
@@ -157,9 +157,9 @@ def waiting_lines(ranks: Iterable[RankStatus]) -> list[str]:
         if rank.phase == "Pending":
             groups.setdefault(escape_control(rank.message) or "starting", []).append(rank.rank)
     lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:MAX_WAITS]]
-    if rest := [rank for own in list(groups.values())[MAX_WAITS:] for rank in own]:
+    if remaining := [rank for own in list(groups.values())[MAX_WAITS:] for rank in own]:
         others = len(groups) - MAX_WAITS
-        lines.append(f"{describe_ranks(rest)}: wait for {others} other things")
+        lines.append(f"{describe_ranks(remaining)}: wait for {others} other things")
     return lines
 
 
@@ -240,12 +240,12 @@ def describe_cause(status: Status) -> str:
         return ""
     times = cause.restart_count
     restarts = f"after {times} restart{'' if times == 1 else 's'}" if times else ""
-    alike = ranks_with_same_failure(status)
-    if len(alike) == 1:
+    group = ranks_with_same_failure(status)
+    if len(group) == 1:
         after = f" {restarts}" if restarts else ""
         return f"rank {cause.rank} failed first{after}: it {describe_exit(cause)}"
     first = ", ".join(filter(None, (f"rank {cause.rank} first", restarts)))
-    return f"{_who(alike, status)} failed alike: {_failure_text(cause)} ({first})"
+    return f"{_who(group, status)} failed alike: {_failure_text(cause)} ({first})"
 
 
 def ranks_with_same_failure(status: Status) -> list[int]:
@@ -263,18 +263,18 @@ def describe_others(status: Status) -> list[str]:
 
     `rank 2 failed after it: ConnectionError: …`, `ranks 4-7 were stopped by atoll`.
     """
-    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
+    cause, group = status.root_cause, set(ranks_with_same_failure(status))
     groups: dict[str, list[int]] = {}
     for ended in status.rank_exits:
-        if ended.rank in alike or not ended.is_failure:
+        if ended.rank in group or not ended.is_failure:
             continue
         after = " after it" if cause is not None and ended.collateral else ""
         text = f"failed{after}: {_failure_text(ended)}"
         groups.setdefault("" if is_stopped_by_atoll(ended) else text, []).append(ended.rank)
     stopped = groups.pop("", [])
     lines = [f"{describe_ranks(own)} {text}" for text, own in list(groups.items())[:MAX_LINES]]
-    if rest := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
-        lines.append(f"{describe_ranks(rest)} failed in {len(groups) - MAX_LINES} other ways")
+    if remaining := [rank for own in list(groups.values())[MAX_LINES:] for rank in own]:
+        lines.append(f"{describe_ranks(remaining)} failed in {len(groups) - MAX_LINES} other ways")
     if stopped:
         verb = "was" if len(stopped) == 1 else "were"
         lines.append(f"{describe_ranks(stopped)} {verb} stopped by atoll")
@@ -347,8 +347,8 @@ def describe_status(status: Status) -> str:
     alive = sum(r.is_alive for r in status.ranks)
     if status.failing or status.reason == PhaseReason.CANCELLING:
         return f"stopping: {_count_ranks(alive)} still alive"
-    still = f"; stalled: {describe_ranks(sorted(status.stalled))}" if status.stalled else ""
-    return f"{world.ready} of {world.target} ranks ready, min {world.min}{still}"
+    stalled = f"; stalled: {describe_ranks(sorted(status.stalled))}" if status.stalled else ""
+    return f"{world.ready} of {world.target} ranks ready, min {world.min}{stalled}"
 
 
 def _count_ranks(number: int) -> str:

@@ -30,5 +30,5 @@ def keep_colours(line: str) -> str:
     """A line with its colours, which end with it, and without other control characters."""
     if not _SEQUENCE.search(line):
         return line
-    kept = _SEQUENCE.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", line)
-    return kept + _RESET if _COLOUR.search(kept) and not kept.endswith(_RESET) else kept
+    colours = _SEQUENCE.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", line)
+    return colours + _RESET if _COLOUR.search(colours) and not colours.endswith(_RESET) else colours

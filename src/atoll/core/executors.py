@@ -77,6 +77,6 @@ def load(kind: str) -> type[Executor]:
         extra = EXTRAS.get(kind)
         if extra is None or (error.name or "").partition(".")[0] == "atoll":
             raise
-        words = f"the kind {kind!r} needs the package {error.name!r}: {to_install(extra)}"
-        raise Permanent(words) from error
+        message = f"the kind {kind!r} needs the package {error.name!r}: {to_install(extra)}"
+        raise Permanent(message) from error
     return executor_class

@@ -12,8 +12,8 @@ def to_install(extra: str) -> str:
 
 def missing_package(name: str, error: ModuleNotFoundError, extra: str) -> RuntimeError:
     """What is raised where `name` is used without its packages."""
-    words = f"{name} needs {error.name}: {to_install(extra)}"
-    raised = RuntimeError(words)
+    message = f"{name} needs {error.name}: {to_install(extra)}"
+    raised = RuntimeError(message)
     raised.__cause__ = error
     return raised
 

@@ -33,7 +33,7 @@ _SECTIONS: Mapping[str, type[SpecModel]] = {
     "rendezvous": RendezvousSpec,
 }
 _SHORT = {"bench_mode": "bench"}
-_WORD = re.compile(r"\w+(?:\.\w+)*")
+_NAME = re.compile(r"\w+(?:\.\w+)*")
 
 
 def _names() -> Iterator[tuple[str, str]]:
@@ -63,23 +63,23 @@ IN_PYTHON: Mapping[str, str] = {wire: python for python, wire in ON_WIRE.items()
 def rename_fields(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
     """The same error with the fields under these names. A field not among them keeps its name."""
 
-    def renamed_word(match: re.Match[str]) -> str:
+    def rename_match(match: re.Match[str]) -> str:
         # A plain word such as "command" may be an ordinary word of the sentence.
-        word = match[0]
-        is_plain = word.isalpha() and word.islower()
-        return word if is_plain else names.get(word, word)
+        name = match[0]
+        is_plain = name.isalpha() and name.islower()
+        return name if is_plain else names.get(name, name)
 
-    expected = _WORD.sub(renamed_word, error.expected)
+    expected = _NAME.sub(rename_match, error.expected)
     return ValidationError(_rename_field(error.field, names), error.value, expected)
 
 
 def _rename_field(field: str, names: Mapping[str, str]) -> str:
     """The new name of a field, or of a part of one: `nccl_env.A`, `gpu_models[0]`."""
     for end in [len(field), *(at for at in range(len(field))[::-1] if field[at] in ".[")]:
-        known, rest = field[:end], field[end:]
+        known, suffix = field[:end], field[end:]
         if known in names:
             name = names[known]
             # `bench.surprise` is in the section `bench`, not in the option of that name.
-            is_section = rest.startswith(".") and name.startswith(f"{known}.")
-            return field if is_section else name + rest
+            is_section = suffix.startswith(".") and name.startswith(f"{known}.")
+            return field if is_section else name + suffix
     return field

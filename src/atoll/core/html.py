@@ -88,10 +88,10 @@ def exits_html(exits: Sequence[RankExit]) -> str:
         )
         for ended in exits[:MAX_ROWS]
     ]
-    shown = table(("rank", "end", "host", "restarts"), rows) + _more(len(exits), MAX_ROWS)
+    markup = table(("rank", "end", "host", "restarts"), rows) + _more(len(exits), MAX_ROWS)
     if len(exits) == 1 and exits[0].log_tail:
-        shown += lines_text_html(exits[0].log_tail)
-    return shown
+        markup += lines_text_html(exits[0].log_tail)
+    return markup
 
 
 def lines_text_html(lines: Sequence[str]) -> str:
@@ -103,10 +103,10 @@ def line_html(line: LogLine) -> str:
 
 
 def lines_html(lines: Sequence[LogLine]) -> str:
-    shown = "\n".join(f"<b>[{line.rank}]</b> {text(line.text)}" for line in lines[-MAX_LINES:])
+    markup = "\n".join(f"<b>[{line.rank}]</b> {text(line.text)}" for line in lines[-MAX_LINES:])
     before = len(lines) - MAX_LINES
     note = f"<p>{before:,} earlier lines are not shown</p>" if before > 0 else ""
-    return f'{note}<pre style="max-height:30em;overflow:auto">{shown}</pre>'
+    return f'{note}<pre style="max-height:30em;overflow:auto">{markup}</pre>'
 
 
 def ranks_html(ranks: Sequence[RankStatus]) -> str:
@@ -132,19 +132,19 @@ def _more(count: int, most: int) -> str:
     return f"<p>and {count - most:,} more</p>" if count > most else ""
 
 
-def training_html(training: Training, figures: Sequence[LatestMetric] = ()) -> str:
+def training_html(training: Training, metrics: Sequence[LatestMetric] = ()) -> str:
     from atoll.core.describe import describe_end, describe_others, describe_status
 
     status = training.status
     is_over = status.phase.is_terminal
-    words = describe_end(training) if is_over else describe_status(status)
+    summary = describe_end(training) if is_over else describe_status(status)
     parts = [
-        f"<p><b>{text(training.name)}</b> {phase_html(status.phase.value)} {text(words)}</p>",
-        f"<p>{world_html(training.world)}{''.join(map(figure_html, figures))}</p>",
+        f"<p><b>{text(training.name)}</b> {phase_html(status.phase.value)} {text(summary)}</p>",
+        f"<p>{world_html(training.world)}{''.join(map(metric_html, metrics))}</p>",
     ]
     parts += [
-        f'<p style="color:{COLOURS["pending"]}"><b>Warning:</b> {text(words)}</p>'
-        for words in status.warnings
+        f'<p style="color:{COLOURS["pending"]}"><b>Warning:</b> {text(summary)}</p>'
+        for summary in status.warnings
     ]
     if status.root_cause is not None:
         parts += [f"<p>{text(line)}</p>" for line in describe_others(status)]
@@ -157,10 +157,10 @@ def training_html(training: Training, figures: Sequence[LatestMetric] = ()) -> s
     return f"<div>{''.join(parts)}</div>"
 
 
-def figure_html(figure: LatestMetric) -> str:
-    step = "" if figure.step is None else f" at step {figure.step:,}"
-    value = f"{float(figure.value):.4g}"
-    return f" · {text(figure.name)} <b>{text(value)}</b>{step} {spark_svg(figure.spark)}"
+def metric_html(metric: LatestMetric) -> str:
+    step = "" if metric.step is None else f" at step {metric.step:,}"
+    value = f"{float(metric.value):.4g}"
+    return f" · {text(metric.name)} <b>{text(value)}</b>{step} {spark_svg(metric.spark)}"
 
 
 def spark_svg(values: Sequence[Any]) -> str:
@@ -188,13 +188,13 @@ def trainings_html(trainings: Sequence[Any]) -> str:
     for handle in trainings[:MAX_ROWS]:
         training: Training = handle.last
         status = training.status
-        words = describe_end(training) if status.phase.is_terminal else describe_status(status)
+        summary = describe_end(training) if status.phase.is_terminal else describe_status(status)
         rows.append(
             (
                 f"<b>{text(training.name)}</b>",
                 phase_html(status.phase.value),
                 f"{training.world.ready}/{training.world.target}",
-                text(words[:200]),
+                text(summary[:200]),
                 text(training.executor),
             )
         )

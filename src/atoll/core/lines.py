@@ -11,16 +11,16 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 
 class Lines:
     def __init__(self) -> None:
-        self._rest = b""
+        self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that are complete after `data`, without their newlines."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        *complete, self._partial = (self._partial + data).split(b"\n")
+        return [line.decode(errors="replace") for line in complete]
 
     def last(self) -> list[str]:
         """The unfinished line after the last newline, if there is one."""
-        return [self._rest.decode(errors="replace")] if self._rest else []
+        return [self._partial.decode(errors="replace")] if self._partial else []
 
 
 def split_lines(text: str) -> list[str]:

@@ -50,10 +50,10 @@ def split_endpoint(endpoint: str) -> tuple[str, int] | None:
     """
     text = endpoint.strip().removeprefix("http://").removesuffix("/")
     if text.startswith("["):
-        host, bracket, rest = text[1:].partition("]")
-        if not bracket or (rest and not rest.startswith(":")):
+        host, bracket, remaining = text[1:].partition("]")
+        if not bracket or (remaining and not remaining.startswith(":")):
             return None
-        port = rest[1:]
+        port = remaining[1:]
     elif text.count(":") > 1:
         host, port = text, ""
     else:

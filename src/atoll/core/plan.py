@@ -1,4 +1,4 @@
-"""Decides what to do next with one training: `plan(training, seen, now)`. Pure.
+"""Decides what to do next with one training: `plan(training, observation, now)`. Pure.
 
 Restarts, lost ranks, quorum, scaling, cancelling, deadlines and the end are decided here and
 nowhere else. The status is written first, then the actions are performed; all of them may be
@@ -51,8 +51,10 @@ from atoll.core.status import (
 )
 from atoll.core.warnings import CONDITION, WARNED, find_warnings, merge_warnings
 
-STALE_S = 3.0  # how late an observation may be
-MAX_HISTORY = 100
+# How late an observation may be: Kubernetes' watch caches and a busy shared file system lag by one
+# or two seconds. Until then an executor that shows nothing may just not have been asked yet.
+STALE_S = 3.0
+MAX_HISTORY = 100  # changes of the world size in a status: a chart, about 5 kB
 
 
 class Apply(NamedTuple):
@@ -83,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def plan(training: Training, observation: Observation, time: Now) -> Plan:
-    """The status after `seen`, the actions to perform, and when to observe again at the latest."""
+    """The next status, the actions to perform after it is written, and when to observe again."""
     now = _now(training.status, observation, time)
     if training.status.phase.is_terminal:
         return _plan_after_end(training, observation, now)
@@ -113,12 +115,12 @@ def _now(status: Status, observation: Observation, time: Now) -> Now:
 
 
 def _started_monotonic(status: Status, what: str, wall: float) -> float:
-    """The steady time of what the wall clock dated `wall`."""
+    """The monotonic time of what the wall clock dated `wall`."""
     return status.started_monotonic.get(what, wall)
 
 
 def _with_monotonic(status: Status, what: str, now: Now) -> dict[str, float]:
-    """With the steady time of something that happens now, where it is not that of the wall."""
+    """With the monotonic time of an event of now, where it differs from the wall's."""
     if now.monotonic == now.wall:
         return status.started_monotonic
     return {**status.started_monotonic, what: now.monotonic}
@@ -198,7 +200,7 @@ def _decide(
     if status.gate_opened_at is None and not observation.has_gate:
         status = replace(status, gate_opened_at=now.wall)
     if observation.desired is None and status.has_run:
-        return status, ()  # the wish is late or lost; asking again would start ranks twice
+        return status, ()  # late or lost; applying it again would start ranks twice
     size = world.target if observation.capacity is None else min(world.target, observation.capacity)
     return _request(status, observation, size, now) if size else (status, ())
 
@@ -206,7 +208,7 @@ def _decide(
 def _has_failed_by_itself(status: Status, world: WorldSize) -> bool:
     """Whether all ranks ended by themselves and too many failed: there is nothing to cancel."""
     if status.desired is not None and status.desired.size == 0:
-        return False  # they were told to stop before
+        return False  # they were stopped before
     ranks = status.ranks[: world.target]
     ended = [r for r in ranks if r.phase in ("Succeeded", "Failed")]
     return len(ended) == len(ranks) and sum(map(is_lost, ended)) > world.target - world.min
@@ -215,7 +217,7 @@ def _has_failed_by_itself(status: Status, world: WorldSize) -> bool:
 def _request(
     status: Status, observation: Observation, size: int, now: Now
 ) -> tuple[Status, tuple[Action, ...]]:
-    """Records the wish for `size` ranks, and applies it unless the executor already has it."""
+    """Records that `size` ranks are desired, and applies it unless the executor has it."""
     discarded_attempts = {
         rank: attempt for rank, attempt in status.discarded_attempts.items() if rank < size
     }
@@ -346,28 +348,28 @@ def _reason_to_fail(
         return PhaseReason.EXECUTOR_REFUSED, observation.fault
     has_no_record = observation.desired is None and not observation.is_supervised
     if has_no_record and status.has_run and not _may_be_late(status, now):
-        words = f"the {training.executor} executor has lost all record of the ranks"
-        return PhaseReason.EXECUTOR_LOST, words
+        message = f"the {training.executor} executor has lost all record of the ranks"
+        return PhaseReason.EXECUTOR_LOST, message
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return PhaseReason.RANK_FAILED, ""
     left = _deadline_in_s(training, status, observation, now)
     if left is not None and left <= 0:
-        words = f"still running {spec.deadline_s:g} s after the start"
-        return PhaseReason.DEADLINE_EXCEEDED, words
+        message = f"still running {spec.deadline_s:g} s after the start"
+        return PhaseReason.DEADLINE_EXCEEDED, message
     return check_floor(spec, status)
 
 
 def _released_at(status: Status, observation: Observation) -> float | None:
-    """When ranks were let go, by the executor's clock: by its gate, or by being started."""
+    """When ranks were allowed to run, by the executor's clock: its gate opened, or they started."""
     return status.gate_opened_at if observation.has_gate else status.started_at
 
 
 def _deadline_in_s(
     training: Training, status: Status, observation: Observation, now: Now
 ) -> float | None:
-    """It is over when the executor's clock and the steady one both say so: neither a clock that was
-    set counts, nor a machine that was off."""
+    """Seconds left, by whichever clock shows more: neither a clock that was set counts, nor a
+    machine that was off."""
     let_go_at, deadline_s = _released_at(status, observation), training.spec.deadline_s
     if let_go_at is None or deadline_s is None:
         return None
@@ -400,19 +402,19 @@ def _may_be_late(status: Status, now: Now) -> bool:
 
 
 def _alive(status: Status, observation: Observation, now: Now) -> int:
-    """The number of ranks that are alive or may still be started under the accepted wish."""
+    """The number of ranks that are alive, or that the executor may still start."""
     ranks = (*status.ranks, *status.removed_ranks)
     alive = sum(r.is_alive for r in ranks)
     if observation.desired is None:
         return alive + (observation.is_supervised or _may_be_late(status, now))
     if observation.desired != status.desired:
-        return alive + 1  # the effect of the newest wish is not known yet
+        return alive + 1  # the executor does not have the newest desired state yet
     unsettled = observation.desired.size - sum(_is_settled(r, observation.desired) for r in ranks)
     return alive + unsettled + observation.unsettled
 
 
 def _is_settled(rank: RankStatus, desired: DesiredState) -> bool:
-    """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
+    """Whether an executor with this desired state will leave the rank, or its end, as it is."""
     is_discarded = rank.attempt <= desired.discarded_attempts.get(rank.rank, -1)
     return rank.rank < desired.size and rank.phase != "Pending" and not is_discarded
 
@@ -420,13 +422,13 @@ def _is_settled(rank: RankStatus, desired: DesiredState) -> bool:
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     """The conditions of the training. Each keeps its time of change until its status changes."""
     lost = [r.rank for r in status.ranks if is_lost(r)]
-    phase, why, words = status.phase, status.reason, status.message
+    phase, why, message = status.phase, status.reason, status.message
     wanted: list[tuple[str, bool, str, str]] = [
-        ("Ready", phase is Phase.READY, why, words),
-        ("Complete", phase is Phase.SUCCEEDED, why, words),
-        ("Succeeded", phase is Phase.SUCCEEDED, why, words),
-        ("Failed", phase is Phase.FAILED, why, words),
-        ("Cancelled", phase is Phase.CANCELLED, why, words),
+        ("Ready", phase is Phase.READY, why, message),
+        ("Complete", phase is Phase.SUCCEEDED, why, message),
+        ("Succeeded", phase is Phase.SUCCEEDED, why, message),
+        ("Failed", phase is Phase.FAILED, why, message),
+        ("Cancelled", phase is Phase.CANCELLED, why, message),
         ("Admitted", status.gate_opened_at is not None, "StartGate", ""),
         ("BelowMinimum", status.world.below_minimum, "RanksReady", _ready_text(status)),
     ]

@@ -62,8 +62,8 @@ class Executor:
         """Ranks `0..size-1` are being started or kept; higher ones are being stopped, politely for
         the spec's grace. Size 0 stops them all; what is known of them is kept.
 
-        A wish older than the one in force, by its version, changes nothing.
-        A failed rank is started again until `max_restarts` is used up. Returns once the wish is
+        A state with an older version than the one in force changes nothing.
+        A failed rank is started again until `max_restarts` is used up. Returns once the state is
         durable where it will be carried out. Raises Permanent where it can never be, and where
         `training.status.has_run` but there is no record of it: it would run twice. (Size 0 is
         then already true.)
@@ -73,13 +73,13 @@ class Executor:
     async def observe(self, training: Training) -> Observation:
         """All ranks of the training, in one request to the backend. Raises Temporary if it fails.
 
-        It changes nothing: work that the observation makes necessary is in `Seen.chores`.
+        It changes nothing: work that the observation makes necessary is in `Observation.followups`.
         """
         raise NotImplementedError
 
     async def perform(self, training: Training, followup: Followup) -> None:
-        """Performs the chore, unless it is no longer necessary. The status of `training` already
-        holds what was seen."""
+        """Performs the followup, unless it is no longer necessary. The status of `training` already
+        holds the observation."""
 
     async def measure(self, training: Training) -> None:
         """Starts the link bench, beside the ranks and in none of their slots."""

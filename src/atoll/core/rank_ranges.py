@@ -16,8 +16,8 @@ def limited_spans(ranks: Iterable[int], most: int = MAX_SPANS) -> str:
     """The same for a sentence, which names the first ranges and counts the ranks after them."""
     runs = list(_runs(ranks))
     text = ", ".join(_text(span) for span in runs[:most])
-    rest = sum(last - first + 1 for first, last in runs[most:])
-    return f"{text} and {rest} more" if rest else text
+    remaining = sum(last - first + 1 for first, last in runs[most:])
+    return f"{text} and {remaining} more" if remaining else text
 
 
 def _runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Ranks: merges what is known with what was just seen, and derives the phase of each.
+"""Ranks: merges what is known with an observation, and derives the phase of each.
 
 Attempt numbers only grow, so an older observation never undoes a newer one. `root_cause_of` names
 the one rank that made a training fail.
@@ -46,7 +46,7 @@ _SIGNAL = re.compile(r"\s*traceback : (Signal \d+ \(SIG\w+\) received by PID \d+
 def merge_ranks(
     known: Sequence[RankStatus], observation: Observation, spec: TrainingSpec, now: float
 ) -> dict[int, RankStatus]:
-    """Every rank ever known, by number, as of `seen`."""
+    """Every rank ever known, by number, as of this observation."""
     merged = {r.rank: r for r in known}
     observed_ranks = {observed_rank.rank: observed_rank for observed_rank in observation.ranks}
     for rank, observed_rank in observed_ranks.items():
@@ -68,7 +68,7 @@ def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -
     if is_older or is_undone:
         return replace(before, missing_since=None)
     if before.is_alive and observed_rank.attempt > before.attempt:
-        # Its end was never seen; it had ended by the time its successor started.
+        # Its end was never observed; it had ended by the time its successor started.
         before = _ended(before, _unlearned(observed_rank.started_at or now, "its end was not seen"))
     after = replace(
         before,

@@ -110,17 +110,17 @@ def is_bounded(value: object) -> bool:
     return not isinstance(value, int | float) or abs(value) <= MAX_COUNT
 
 
-def with_report(stored: StoredRound, word: ReportedRound) -> StoredRound:
-    others = [cost for cost in stored.costs if cost.rank != word.cost.rank]
-    reported = word.facts or stored.reported
+def with_report(stored: StoredRound, report: ReportedRound) -> StoredRound:
+    others = [cost for cost in stored.costs if cost.rank != report.cost.rank]
+    reported = report.facts or stored.reported
     if (
         stored.reported is not None
         and reported is not None
         and reported.attempt < stored.reported.attempt
     ):
         reported = stored.reported
-    costs = sorted([*others, word.cost], key=lambda cost: cost.rank)
-    warnings = list(dict.fromkeys([*stored.warnings, *word.warnings]))[:MAX_WARNINGS]
+    costs = sorted([*others, report.cost], key=lambda cost: cost.rank)
+    warnings = list(dict.fromkeys([*stored.warnings, *report.warnings]))[:MAX_WARNINGS]
     return StoredRound(observed=stored.observed, reported=reported, costs=costs, warnings=warnings)
 
 
@@ -404,12 +404,15 @@ def describe_summary(
     if summary.round is None:
         agreed = "no round agreed yet"
     else:
-        lacking = {**({"behind": summary.behind} if summary.behind else {}), **(absent or {})}
-        everyone = {*summary.members, *(rank for own in lacking.values() for rank in own)}
+        absent_by_state = {
+            **({"behind": summary.behind} if summary.behind else {}),
+            **(absent or {}),
+        }
+        everyone = {*summary.members, *(rank for own in absent_by_state.values() for rank in own)}
         with_whom = f"{len(summary.members)} of {len(everyone)}"
-        if not lacking:
+        if not absent_by_state:
             with_whom = f"all {len(summary.members)}" if len(summary.members) > 1 else "one replica"
-        states = ", ".join(f"{_ranks(own)} {state}" for state, own in lacking.items())
+        states = ", ".join(f"{_ranks(own)} {state}" for state, own in absent_by_state.items())
         behind = f" ({states})" if states else ""
         noun = "round" if summary.rounds == 1 else "rounds"
         agreed = f"{summary.rounds} {noun} agreed, the last with {with_whom}{behind}"
@@ -425,12 +428,12 @@ def describe_summary(
 
 def describe_counts(counts: Mapping[int, int]) -> str:
     """`ranks 0, 2: 50; rank 1: 40`: in how many rounds each rank took part."""
-    alike: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for rank, count in sorted(counts.items()):
-        alike.setdefault(count, []).append(rank)
-    parts = [f"{_ranks(own)}: {count}" for count, own in list(alike.items())[:MAX_COUNTS_LISTED]]
-    if rest := [rank for own in list(alike.values())[MAX_COUNTS_LISTED:] for rank in own]:
-        parts.append(f"{_ranks(rest)}: other numbers")
+        groups.setdefault(count, []).append(rank)
+    parts = [f"{_ranks(own)}: {count}" for count, own in list(groups.items())[:MAX_COUNTS_LISTED]]
+    if remaining := [rank for own in list(groups.values())[MAX_COUNTS_LISTED:] for rank in own]:
+        parts.append(f"{_ranks(remaining)}: other numbers")
     return "; ".join(parts)
 
 

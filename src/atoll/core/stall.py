@@ -1,4 +1,4 @@
-"""Ranks that do not move. Pure: what an executor saw, and since when it has told of it."""
+"""Stalled ranks: which have been idle for longer than the spec allows, and since when. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.core.ranks import in_ms
 from atoll.core.status import Observation, RankStatus, Training, sooner
 
 STALLED = "Stalled"
-CHECKS_PER_LIMIT = 4  # in the time after which a rank is told of
+CHECKS_PER_LIMIT = 4  # so a stall is reported at most a quarter of the limit late
 MIN_S, MAX_S = 0.25, 30.0  # between two looks
 
 
@@ -60,5 +60,5 @@ def stall_condition(stalled: dict[int, float]) -> tuple[bool, str, str]:
 
 
 def check_again_s(limit_s: float) -> float:
-    """Seconds until the next look at ranks that are told of after `limit_s`."""
+    """Seconds until the next check of ranks that count as stalled after `limit_s`."""
     return min(max(limit_s / CHECKS_PER_LIMIT, MIN_S), MAX_S)

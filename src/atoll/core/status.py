@@ -238,10 +238,10 @@ class MeshStatus(Model, frozen=True):
 
 
 class DesiredState(Model, frozen=True):
-    """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
+    """The ranks an executor is to run: `0..size-1`. Size 0 stops them all.
 
-    `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
-    Versions grow, so an older look is told from a newer one.
+    Attempts in `discarded_attempts` (by rank) no longer count: such a rank starts again with its
+    full restart budget. Versions grow, so an executor can refuse an older state.
     """
 
     version: int
@@ -279,7 +279,7 @@ class StatusHead(Model, frozen=True):
     """Reason of a decision to fail, until every rank has stopped."""
     failing_message: str = ""
     """The same for people."""
-    # By the steady clock: when the executor, seen with nothing, was last asked for ranks.
+    # By the monotonic clock: when an executor that showed no ranks was last asked for them.
     desired_at: float | None = None
     """When the executor was last told of ranks that it does not show."""
     desired: DesiredState | None = None
@@ -302,7 +302,7 @@ class StatusHead(Model, frozen=True):
     """Whether the hosts can reach each other."""
     bench: BenchStatus = BenchStatus()
     """The measurement of the link between two hosts."""
-    # The steady time of "created", "ended" and "bench" (its start), where it is not the wall's.
+    # The monotonic time of "created", "ended" and "bench" (its start), where the wall's differs.
     started_monotonic: dict[str, float] = {}
     """Monotonic times of creation, end and bench."""
     clock_skew: float = 0.0
@@ -318,7 +318,7 @@ class Status(StatusHead, frozen=True):
 
     @property
     def has_run(self) -> bool:
-        """Whether any rank was ever seen to start."""
+        """Whether any rank has ever started."""
         return any(r.attempt >= 0 for r in (*self.ranks, *self.removed_ranks))
 
     def ran_for(self, now: float) -> float | None:
@@ -334,7 +334,7 @@ class Status(StatusHead, frozen=True):
 
 
 class Training(Model, frozen=True):
-    """The user's object: a wish, and what was seen of it."""
+    """The user's object: what they want (`spec`), and what was observed (`status`)."""
 
     namespace: str
     uid: str
@@ -396,7 +396,7 @@ UNSUPPORTED_FIELDS = (
 
 
 class Event(Model, frozen=True):
-    """Something worth telling, as it happened."""
+    """Something that happened to a training, for people to read."""
 
     type: EventType
     """Normal or Warning."""
@@ -453,7 +453,7 @@ class ObservedRank(Model, frozen=True):
     previous_exit: Exit | None = None  # how the one before this ended
     attempts: tuple[AttemptStatus, ...] = ()  # those before this one, where they are known
     exit: Exit | None = None
-    # For how long it has reported nothing, printed nothing and used no CPU; None: not looked at.
+    # For how long it has reported nothing, printed nothing and used no CPU; None: not measured.
     idle_s: float | None = None
     is_stopping: bool = False  # told to stop, or about to be, and its end is not known yet
     pod_name: str = ""
@@ -464,9 +464,10 @@ class ObservedRank(Model, frozen=True):
 
 
 class Followup(Model, frozen=True):
-    """What a look makes necessary beside the plan. Only the executor that asks knows what it is.
+    """Work that an observation makes necessary beside the plan, such as dropping a finalizer.
 
-    It may be repeated, and is never stored: the next look asks for what is still to be done.
+    Only the executor that returned it knows what it means. It may be repeated and is never stored:
+    the next observation asks again for what is still to be done.
     """
 
 
@@ -482,16 +483,16 @@ class ObservedRounds(Model, frozen=True):
 
 
 class Observation(Model, frozen=True):
-    """One look at a whole gang. May be late, by less than `plan.STALE_S`.
+    """One observation of a whole gang. It may be late by less than `plan.STALE_S`.
 
-    An executor with a start gate of its own is asked for ranks before they may run, and tells when
-    it let them go; for one without, the plan decides that.
+    An executor with a start gate of its own gets the desired state before ranks may run, and says
+    when it opened the gate; for one without, the plan decides when to start.
     """
 
     ranks: list[ObservedRank] = []
     desired: DesiredState | None = None  # the one accepted; None while there is none
-    is_supervised: bool = False  # something acts on the wish without being asked again
-    is_closed: bool = False  # every rank of the wish has ended, and it can take no larger one
+    is_supervised: bool = False  # something keeps it so without being asked again
+    is_closed: bool = False  # every desired rank has ended, and it cannot grow any more
     capacity: int | None = None  # ranks this training may hold now; None is no limit
     message: str = ""  # what holds it up, for the ranks that are not there
     fault: str = ""  # the executor will never do it, and why
@@ -501,9 +502,9 @@ class Observation(Model, frozen=True):
     has_gate: bool = False  # the executor holds ranks back by itself
     gate_opened_at: float | None = None  # and let them go then
     unsettled: int = 0  # ranks being stopped of which it is not known yet whether they ran
-    followups: tuple[Followup, ...] = ()  # to be performed once what was seen is stored
+    followups: tuple[Followup, ...] = ()  # to be performed once the observation is stored
     again_in_s: float | None = None  # look again then, though nothing may change
-    at: float | None = None  # the time by the clock that dates the ranks; None: the steady one
+    at: float | None = None  # the time by the clock that dates the ranks; None: the monotonic one
     rounds: ObservedRounds | None = None  # added by the controller, where rounds are kept
 
 

@@ -16,9 +16,9 @@ MAX_WARNINGS = 20  # of a training: more say nothing new, and a status is bounde
 ABSENT_ROUNDS = 10  # in a row without a rank that runs, before that is told
 
 
-def merge_warnings(known: Sequence[str], found: Iterable[str]) -> list[str]:
+def merge_warnings(known: Sequence[str], warnings: Iterable[str]) -> list[str]:
     """Those known, then the new ones, each once; the first `MAX_WARNINGS`."""
-    return list(dict.fromkeys([*known, *found]))[:MAX_WARNINGS]
+    return list(dict.fromkeys([*known, *warnings]))[:MAX_WARNINGS]
 
 
 def find_warnings(

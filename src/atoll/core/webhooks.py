@@ -115,8 +115,8 @@ def check_url(url: str) -> None:
     if not is_right or not url.isascii() or any(c <= " " for c in url):
         raise ValidationError("url", url, "expected http://HOST/… or https://HOST/…")
     if parts.username is not None or parts.password is not None:
-        shown = f"{parts.scheme}://…@{parts.hostname}"
-        raise ValidationError("url", shown, "expected no user in it")
+        redacted = f"{parts.scheme}://…@{parts.hostname}"
+        raise ValidationError("url", redacted, "expected no user in it")
 
 
 def key_of(secret: str) -> bytes:

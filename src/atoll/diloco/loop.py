@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.allreduce.codecs import get_codec
 from atoll.diloco.allreduce.manifest import NOTHING
 from atoll.diloco.allreduce.settle import Left
 from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.allreduce.team import is_equal, lead, together
 from atoll.diloco.checks import Checks, left_out
 from atoll.diloco.claim import claim_run
+from atoll.diloco.codecs import get_codec
 from atoll.diloco.estimate import MEANS
 from atoll.diloco.facts import send_round
 from atoll.diloco.goal import RunGoal

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ValidationError
 from atoll.core.model import json_decoder
-from atoll.diloco.allreduce.layout import Layout, TensorSpec
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import MemberNote
 from atoll.diloco.allreduce.share import Share
+from atoll.diloco.packing import TensorSpec
 from atoll.diloco.pieces import plain_name
 from atoll.diloco.terms import RULES, ByRound, OuterTerms, show, value_at
 

@@ -21,7 +21,7 @@ from atoll.diloco import saved
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, past
 from atoll.diloco.allreduce.exchange import Behind
 from atoll.diloco.allreduce.keys import COMPLETE, parse_round
-from atoll.diloco.allreduce.layout import Layout, TensorSpec, cells_of
+from atoll.diloco.allreduce.layout import Layout, cells_of
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import (
     DataRound,
@@ -37,6 +37,7 @@ from atoll.diloco.allreduce.work import EncodedMean, JointWork, Values
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.outer import Floats, Fragment, Slot
+from atoll.diloco.packing import TensorSpec
 from atoll.diloco.replica_config import ReplicaConfig, check_fragments, fragment_run
 from atoll.diloco.spill import SpillFile
 from atoll.objectstore import ObjectStore

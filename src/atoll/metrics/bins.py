@@ -1,5 +1,5 @@
-"""Many series as one picture: in each span of time the least, the mean and the largest over all
-ranks. Pure."""
+"""Merges the series of all ranks into one band over time: min, quantiles, mean and max in each bin.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, Series
 
 MIN_BINS = 20
-POINTS_A_BIN = 2  # of a rank, where there are several
-PAUSE = 8  # times as long as usual without a point is a gap
+POINTS_A_BIN = 2  # of each rank: fewer, and the mean would jump with who reported
+PAUSE = 8  # times the usual distance of two points is a gap
 
 
 class Band(NamedTuple):
-    """Columns of equal length. NaN in all of them but the times where a line is to break."""
+    """Columns of equal length. A row of NaN is a gap in the line."""
 
     at: list[float]
     low: list[float]
@@ -28,11 +28,11 @@ class Band(NamedTuple):
 
 
 def band_of(series: Sequence[Series], start: float, end: float, count: int) -> Band:
-    """At most `count` bins from `start` to `end`; bins without points are left out.
+    """Merges points into at most `count` bins from `start` to `end`; empty bins are left out.
 
-    Of several series bins are so wide that each has points in most of them: else the mean would
-    jump with whoever has told something in a bin. There is a break where nobody has told anything
-    for long, and in a lone series where the next attempt begins.
+    With several series, bins are wide enough for most ranks to have points in each: otherwise the
+    mean would jump with the ranks that happened to report. There is a gap where nobody reported for
+    long, and in a single series where the next attempt begins.
     """
     if len(series) > 1:
         count = min(count, max(MIN_BINS, int((end - start) / _usual_spacing(series))))
@@ -89,7 +89,7 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
 
 
 def _usual_spacing(series: Sequence[Series]) -> float:
-    """Seconds in which a rank usually tells so many points."""
+    """Seconds in which a rank usually reports `POINTS_A_BIN` points."""
     spacings = sorted(
         (one.columns[AT][-1] - one.columns[AT][0]) / (len(one) - 1)
         for one in series
@@ -99,13 +99,13 @@ def _usual_spacing(series: Sequence[Series]) -> float:
 
 
 def _attempt_starts(one: Series) -> list[float]:
-    """When attempts after the first one told something for the first time."""
+    """The times of the first points of all attempts but the first."""
     attempts, times = one.columns[ATTEMPT], one.columns[AT]
     return [times[n] for n in range(1, len(one)) if attempts[n] != attempts[n - 1]]
 
 
 def _with_gaps(band: Band, starts: set[int], start: float, width: float) -> Band:
-    """The band with a row of NaN in each gap. `begun`: bins in which another attempt begins."""
+    """The band with a row of NaN in each gap. `starts`: bins in which another attempt begins."""
     gaps = sorted(b - a for a, b in zip(band.at, band.at[1:], strict=False))
     usual = gaps[len(gaps) // 2] if len(gaps) > 2 else math.inf
     complete = Band([], [], [], [], [], [], [], band.bad)
@@ -127,7 +127,7 @@ def _append(band: Band, row: Sequence[float]) -> None:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The value below which that share of the sorted values lies."""
+    """The quantile of sorted values, interpolated."""
     index = share * (len(values) - 1)
     low = int(index)
     high = min(low + 1, len(values) - 1)

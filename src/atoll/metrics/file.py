@@ -1,8 +1,8 @@
-"""The SQLite file of the series: whatever happens to it, the control plane goes on.
+"""The SQLite file of the metrics. The control plane survives whatever happens to it.
 
-What is in it helps people look, and no training depends on it. So a file that is damaged or of
-another format is put aside under a name that says so, and an empty one takes its place. A file that
-is deleted or replaced while it is in use is written again from the one that is still open.
+No training depends on this file. So one that is damaged or has another format is quarantined under
+a name that says so, and an empty one replaces it. A file that is deleted or replaced while it is in
+use is written again from the one that is still open.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from types import TracebackType
 from atoll.core.errors import Permanent, Temporary
 from atoll.files.ownership import make_private_file
 
-FORMAT = 1  # of the tables; a file of another one is put aside
-BUSY_S = 1.0  # that a statement waits for another process, such as a backup; readers wait as long
+FORMAT = 1  # of the tables; a file with another one is quarantined
+BUSY_S = 1.0  # a statement waits so long for another process, such as a backup
 MAX_NOTES = 10
-# Nothing is wrong with the file: somebody has it locked, or the disk takes no more.
+# Not a fault of the file: another process has it locked, or the disk is full.
 TEMPORARY = (
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -39,14 +39,14 @@ log = logging.getLogger(__name__)
 
 
 class MetricFile:
-    """One file, for several threads: `with file:` is a turn with it.
+    """One file for several threads: `with file:` locks it.
 
-    In a turn errors of SQLite become Temporary, and a file that turns out to be damaged is put
-    aside. `trouble` says why nothing could be written last; it is empty once that worked again.
+    Inside, errors of SQLite become Temporary, and a damaged file is quarantined. `trouble` is the
+    last write error; it is empty once a write has worked again.
     """
 
     def __init__(self, path: Path | str, schema: str, what: str = "metrics") -> None:
-        """`what`: what is in it, for people."""
+        """`what` names the content, for messages."""
         self._path = path
         self._what = what
         self._schema = schema
@@ -54,9 +54,11 @@ class MetricFile:
         self._depth = 0
         self._stats: dict[Path, os.stat_result] = {}
         self.trouble = ""
-        self.notes: list[str] = []  # what was put aside, and why
-        self.on_rollback: Callable[[], None] = lambda: None  # what was written does not count
-        self.on_empty: Callable[[], None] = lambda: None  # after an empty file took its place
+        self.notes: list[str] = []  # files that were quarantined, and why
+        self.on_rollback: Callable[[], None] = lambda: None  # after a transaction was rolled back
+        self.on_empty: Callable[[], None] = lambda: (
+            None
+        )  # after an empty file replaced a damaged one
         self.db = self._opened()
 
     def __enter__(self) -> MetricFile:
@@ -75,7 +77,7 @@ class MetricFile:
             if isinstance(error, sqlite3.Error) and not self._depth:
                 self.trouble = f"{self._path}: {error}"
                 if _code(error) in DAMAGED:
-                    with contextlib.suppress(OSError, sqlite3.Error):  # else the next turn does
+                    with contextlib.suppress(OSError, sqlite3.Error):  # else the next user does
                         self._replace(str(error))
                 raise Temporary(
                     f"{self._what} cannot be read or written: {self.trouble}"
@@ -97,8 +99,8 @@ class MetricFile:
         self.trouble = ""
 
     def check(self) -> None:
-        """Puts things right if the file was deleted or replaced: SQLite would write on, into what
-        has no name any more."""
+        """Writes the file again if it was deleted or replaced: SQLite would go on writing into the
+        old one, which has no name any more."""
         with self:
             if str(self._path) == MEMORY:
                 return
@@ -107,7 +109,7 @@ class MetricFile:
             if missing:
                 self._restore(f"{missing[0]} was deleted or replaced")
             elif self.trouble:
-                with self.transaction():  # that it works is seen here, if nobody writes
+                with self.transaction():  # find out whether writes work again
                     pass
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class MetricFile:
             self.db.close()
 
     def _opened(self) -> sqlite3.Connection:
-        """Raises Permanent if there can be no file there at all."""
+        """Raises Permanent if the file cannot be created."""
         try:
             return self._open()
         except sqlite3.Error as error:
@@ -151,20 +153,20 @@ class MetricFile:
         return db
 
     def _note_files(self) -> None:
-        """SQLite makes its log when it needs one."""
+        """Remembers the identity of each file; SQLite creates its log when it needs one."""
         for path in _files(self._path):
             with contextlib.suppress(OSError):
                 self._stats.setdefault(path, path.stat())
 
     def _replace(self, why: str) -> None:
-        """An empty file takes the place of one that is damaged."""
+        """Replaces a damaged file by an empty one."""
         self.db.close()
         self._quarantine(why)
         self.db = self._open()
         self.on_empty()
 
     def _restore(self, why: str) -> None:
-        """Writes what the open file has to where it should be. What is there now is put aside."""
+        """Writes the content of the open file to its path, and quarantines what is there now."""
         before = self.db
         self._quarantine(why)
         self.db = self._open()

@@ -1,7 +1,7 @@
-"""For how long ranks have not moved, from what they and their wrappers send.
+"""How long ranks have been idle, from what they and their wrappers send.
 
-A wrapper says for how long its rank has printed nothing and used no CPU; what the rank itself
-reports is seen here. In memory only: a control plane that was restarted counts anew.
+A wrapper sends for how long its rank has printed nothing and used no CPU; metrics of the rank
+itself arrive here. In memory only: a restarted control plane counts from zero.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 @dataclass
 class _RankActivity:
-    """Of one rank, whichever attempt of it spoke last."""
+    """The last activity of one rank, of any attempt."""
 
-    idle_s: float | None = None  # as its wrapper said last
-    idle_at: float = 0.0  # when that came, by the wall clock
-    reported_at: float | None = None  # when a report came last, by the steady clock
+    idle_s: float | None = None  # as its wrapper sent last
+    idle_at: float = 0.0  # when that arrived, by the wall clock
+    reported_at: float | None = None  # when metrics arrived last, by the monotonic clock
 
 
 class ReportedIdle:
@@ -43,9 +43,9 @@ class ReportedIdle:
                 activity.reported_at = self._steady()
 
     def idle_s(self, uid: str, started: Mapping[int, float | None]) -> dict[int, float]:
-        """Seconds since each of these ranks moved, by rank, as far as that is known.
+        """Seconds that each rank has been idle, as far as that is known.
 
-        `started` is when the present attempt of each began: what came before is of another one.
+        `started` is when the present attempt of each began: older activity belongs to another one.
         """
         idle = {}
         with self._lock:

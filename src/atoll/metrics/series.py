@@ -1,8 +1,8 @@
 """One series: points over time in a bounded number of buckets. Pure.
 
-A bucket keeps the least, the mean and the largest of what was merged into it, so a single outlier
-is never lost. When there are too many buckets, neighbours are merged, and from then on a bucket
-takes twice as many points.
+A bucket has the min, mean and max of the points merged into it, so a single outlier is never lost.
+When there are too many buckets, neighbours are merged, and from then on a bucket takes twice as
+many points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADER = 8  # bytes: the width
 
 
 class Series:
-    """Buckets in order of arrival, as columns. `step` is NaN where none was told."""
+    """Buckets in order of arrival, as columns. `step` is NaN where none was reported."""
 
     __slots__ = ("columns", "width")
 
@@ -35,10 +35,8 @@ class Series:
         return len(self.columns[AT])
 
     def add(self, point: Sequence[float], attempt: int, most: int) -> None:
-        """Takes a point: time, step, least, mean, largest, how many, how many not finite.
-
-        Keeps at most `most` buckets.
-        """
+        """Adds a point (time, step, min, mean, max, count, count of non-finite values) and keeps at
+        most `most` buckets."""
         columns = self.columns
         if self.width > 1 and len(self) and self._has_room(point, attempt):
             self._merge_into(len(self) - 1, point)
@@ -79,7 +77,7 @@ class Series:
         )
 
     def halve(self) -> None:
-        """Merges pairs of neighbours, but not across attempts unless nothing else is left."""
+        """Merges pairs of neighbours; across attempts only if each bucket is another attempt."""
         self.width *= 2
         before = self._rows()
         merged = Series()
@@ -137,10 +135,10 @@ def _merge_pairs(rows: Sequence[tuple[float, ...]]) -> Series:
 
 
 def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
-    """A point as a rank sends it, in the form that `Series.add` takes.
+    """Converts a point from the wire to the form that `Series.add` takes.
 
-    The short form is [time, step, value]; numbers that JSON does not have are text. Raises
-    ValueError or TypeError for what is no point, or has numbers that nobody could draw.
+    The short form is [time, step, value]; NaN and infinities are text. Raises ValueError or
+    TypeError for anything else, and for numbers out of bounds.
     """
     if len(parts) == 3:
         at, step, value = parts
@@ -148,12 +146,12 @@ def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
         is_finite = math.isfinite(value)
         numbers: tuple[float, ...] = (value, value, value, float(is_finite), float(not is_finite))
     elif len(parts) == 7:
-        at, step, *rest = parts
-        numbers = tuple(float(part) for part in rest)
+        at, step, *fields = parts
+        numbers = tuple(float(part) for part in fields)
         if not all(0 <= count <= MAX_COUNT for count in numbers[3:]):
-            raise ValueError(f"counts of a point must be 0 to {MAX_COUNT}, got {rest[3:]}")
+            raise ValueError(f"counts of a point must be 0 to {MAX_COUNT}, got {fields[3:]}")
         if numbers[3] and not all(map(math.isfinite, numbers[:3])):
-            raise ValueError(f"expected finite numbers, got {rest[:3]}")
+            raise ValueError(f"expected finite numbers, got {fields[:3]}")
     else:
         raise ValueError(f"a point has 3 or 7 parts, got {len(parts)}")
     at = float(at)

@@ -39,7 +39,7 @@ from atoll.metrics.series import MEAN, MIN_BUCKETS, Series, point_of
 MAX_BUCKETS = 2_000  # of one series
 MAX_OF_TRAINING = 1_000_000  # buckets of all series of a training
 MAX_SERIES = 20_000  # of a training
-MAX_HELD = 64  # trainings in memory
+MAX_CACHED = 64  # trainings in memory
 MAX_ROUNDS = 10**9
 MAX_MISSED = 10**9  # batches that are counted
 MAX_ERROR = 500  # characters
@@ -180,29 +180,29 @@ def decode_batch(line: bytes) -> Batch:
         wire.n,
         {name: points for name, points in names.items() if points},
         skipped,
-        [_checked(word, wire.rank) for word in wire.rounds],
+        [_checked(report, wire.rank) for report in wire.rounds],
         wire.still if wire.still is None or wire.still >= 0 else None,
     )
 
 
-def _checked(word: ReportedRound, rank: int) -> ReportedRound:
+def _checked(report: ReportedRound, rank: int) -> ReportedRound:
     """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
-    facts = word.facts
-    key = (word.run, word.fragment, word.round)
+    facts = report.facts
+    key = (report.run, report.fragment, report.round)
     is_good = (
-        _RUN.fullmatch(word.run)
-        and 0 <= word.fragment < MAX_FRAGMENTS
-        and 0 <= word.round < MAX_ROUNDS
-        and word.cost.rank == rank
+        _RUN.fullmatch(report.run)
+        and 0 <= report.fragment < MAX_FRAGMENTS
+        and 0 <= report.round < MAX_ROUNDS
+        and report.cost.rank == rank
         and (facts is None or (facts.run, facts.fragment, facts.round) == key)
-        and is_bounded(word)
+        and is_bounded(report)
     )
     if not is_good:
-        raise ValidationError("report", str(word)[:60], "not a report: no such round")
+        raise ValidationError("report", str(report)[:60], "not a report: no such round")
     if facts is not None and facts.error:
         facts = replace(facts, error=escape_control(facts.error)[:MAX_ERROR])
-    warnings = [escape_control(words)[:MAX_ERROR] for words in word.warnings[:MAX_WARNINGS]]
-    return replace(word, facts=facts, warnings=warnings)
+    warnings = [escape_control(messages)[:MAX_ERROR] for messages in report.warnings[:MAX_WARNINGS]]
+    return replace(report, facts=facts, warnings=warnings)
 
 
 CatchUp = Callable[[Training], Awaitable[None]]
@@ -367,7 +367,7 @@ class MetricStore:
         cached = self._cache.get(uid)
         if cached is None:
             cached = self._cache[uid] = self._read(uid)
-            while len(self._cache) > MAX_HELD:
+            while len(self._cache) > MAX_CACHED:
                 oldest, left = next(iter(self._cache.items()))
                 self._write(oldest, left)
                 del self._cache[oldest]

@@ -255,8 +255,8 @@ def _folder(data: Path | None) -> Iterator[Path]:
     Raises Permanent if nothing can be written there.
     """
     try:
-        made = tempfile.TemporaryDirectory(prefix="atoll-operator-") if data is None else None
-        folder = Path(made.name) if made is not None else data or Path()
+        created = tempfile.TemporaryDirectory(prefix="atoll-operator-") if data is None else None
+        folder = Path(created.name) if created is not None else data or Path()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder / "space").write_bytes(b" ")
     except OSError as error:
@@ -266,8 +266,8 @@ def _folder(data: Path | None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if made is not None:
-            made.cleanup()
+        if created is not None:
+            created.cleanup()
 
 
 async def _report_key(cluster: Cluster, home: str) -> bytes:
@@ -291,14 +291,14 @@ async def _shared_key(cluster: Cluster, home: str) -> bytes:
             return base64.b64decode(secret["data"]["key"])
         except NotFound:
             pass
-        made: dict[str, Any] = {
+        created: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {"name": REPORT_KEY},
             "data": {"key": base64.b64encode(secrets.token_bytes(32)).decode()},
         }
         with contextlib.suppress(Conflict):  # another operator was faster
-            await cluster.create("secrets", home, made)
+            await cluster.create("secrets", home, created)
 
 
 async def _own_image(cluster: Cluster, home: str) -> str | None:

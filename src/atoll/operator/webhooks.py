@@ -86,16 +86,16 @@ class WebhookEvents:
         """Returns the version of the trainings that it has read."""
         if not self.outbox.webhooks:
             return ""
-        after, found = "", set()
+        after, uids = "", set()
         while True:
             page = await self._cluster.list(KIND, self._namespace, limit=LISTED, after=after)
             for raw in page.items:
-                found.add(raw["metadata"]["uid"])
+                uids.add(raw["metadata"]["uid"])
                 self.note(raw)
             if not page.more:
                 break
             after = page.more
-        for uid in self._noted.keys() - found:
+        for uid in self._noted.keys() - uids:
             self._forget(uid)
         return page.version
 
@@ -120,8 +120,10 @@ class WebhookEvents:
             for event in read_events(status):
                 mark = (event.id, event.count)
                 if mark > last and event.at > self._since:
-                    words = f"{event.id}.{event.count}"
-                    self.outbox.post(metadata["namespace"], metadata["name"], uid, event, words)
+                    event_mark = f"{event.id}.{event.count}"
+                    self.outbox.post(
+                        metadata["namespace"], metadata["name"], uid, event, event_mark
+                    )
                 newest = max(newest, mark)
             self._file.db.execute("insert or replace into noted values (?, ?, ?)", (uid, *newest))
         self._noted[uid] = newest

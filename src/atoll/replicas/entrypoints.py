@@ -58,7 +58,7 @@ class FunctionCall(NamedTuple):
 
 
 class InImage(NamedTuple):
-    """What a command of the image runs: it is only told its name; empty if it has none."""
+    """An entrypoint that a command of the image runs, by its name; empty if it has none."""
 
     name: str
 
@@ -119,7 +119,7 @@ def read_in_image(entrypoint: object) -> InImage:
         log.warning("replicas run command=; the function %s is not sent to them", what)
         return InImage(name)
     if not name or not is_text(name):
-        expected = "expected a name that is told to command in ENTRYPOINT, such as 'module:name'"
+        expected = "expected a name for ENTRYPOINT, which the command reads, such as 'module:name'"
         raise ValidationError("entrypoint", entrypoint, expected)
     return InImage(name)
 

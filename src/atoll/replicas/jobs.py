@@ -1,7 +1,7 @@
 """The Jobs of launches from scripts, which several processes may follow.
 
-A Job carries all that another process needs to follow it: its spec and its wish. When its gang is
-over, the Job ends but stays for its logs; its time to live or its launcher removes it.
+A Job carries all that another process needs to follow it: its spec and its desired state. When its
+gang is over, the Job ends but stays for its logs; its time to live or its launcher removes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.replicas.plane import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
-POLL_S = 2.0  # how often a gang is looked at while its pods cannot be watched
+POLL_S = 2.0  # how often a gang is observed while its pods cannot be watched
 
 
 def as_launch(job: Json, spec: TrainingSpec) -> Json:
@@ -55,7 +55,7 @@ def as_record(spec: TrainingSpec) -> TrainingSpec:
 
 
 def training_of(job: Json) -> Training | None:
-    """The training of a launch, as its Job tells it; None if it is none, or is being deleted.
+    """The training of a launch, from its Job; None if it is none, or is being deleted.
 
     Raises Permanent if it cannot be read: another release may have launched it.
     """
@@ -83,7 +83,7 @@ def training_of(job: Json) -> Training | None:
 
 
 def cause_of(job: Json, spec: TrainingSpec, desired: DesiredState) -> StopCause:
-    """Why it was stopped, if it was not cancelled: told by who stopped it, or by its deadline."""
+    """Why it was stopped, if it was not cancelled: from who stopped it, or from its deadline."""
     text = (job["metadata"].get("annotations") or {}).get(STOP_CAUSE)
     if text:
         return StopCause(*msgspec.json.decode(text))

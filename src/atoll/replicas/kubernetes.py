@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 # A name has at most 63 characters, nine of which are the launch's own.
-RUN_ID_ROOM = 54
+MAX_RUN_ID = 54
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 OPTIONS = {field.name: field for field in fields(KubernetesOptions)}
 RESTARTS = next(field.type for field in fields(TrainingSpec) if field.name == "max_restarts")
@@ -164,7 +164,7 @@ class KubernetesExecutor(ReplicaSurface):
     def _launch_name(self, uid: str) -> str:
         if self._run is None:
             return super()._launch_name(uid)
-        return f"{self._run[:RUN_ID_ROOM].rstrip('-')}-{uid[:8]}"
+        return f"{self._run[:MAX_RUN_ID].rstrip('-')}-{uid[:8]}"
 
     def render_replicas(
         self,
@@ -175,7 +175,7 @@ class KubernetesExecutor(ReplicaSurface):
         gpu: str | int | None = None,
         timeout: float | None = 3600,
     ) -> list[Json]:
-        """What such a launch would create, the Job last; the cluster is not asked."""
+        """What such a launch would create, the Job last. Sends nothing to the cluster."""
         from atoll.backends.kubernetes.code import render_parts
         from atoll.backends.kubernetes.render import render_job, render_service, render_world
         from atoll.replicas.jobs import as_launch
@@ -281,7 +281,7 @@ def as_rank(pod: Json) -> Json:
 
 
 def plain_tolerations(entries: Sequence[Any] | None) -> list[Json] | None:
-    """Dictionaries and objects of the official client alike, with the names of the API."""
+    """Tolerations with the names of the API, from dicts or objects of the official client."""
     if entries is None:
         return None
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):

@@ -38,7 +38,7 @@ from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
 from atoll.replicas.plane import ScriptPlane, SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
-CLEAR_S = 20.0
+CLEAR_S = 20.0  # ranks that ignore SIGTERM are killed after 5 s; many take longer
 PREFIX = "atoll-replicas-"
 _ENTRY = (
     "import pathlib, sys; sys.path.append(sys.argv.pop(1)); "
@@ -61,8 +61,8 @@ class LocalProcessExecutor(ReplicaSurface):
     """Replicas as processes of this machine. They end when the script that launched them does.
 
     With `detach=True` they go on, and so do their handles: `close` and `with` still end them. What
-    is known of them is kept in `state_dir`, by default `ATOLL_STATE_DIR/replicas`, else
-    `~/.local/state/atoll/replicas`, and forgotten a week after their end. With
+    is known of them is stored in `state_dir`, by default `ATOLL_STATE_DIR/replicas`, else
+    `~/.local/state/atoll/replicas`, and deleted a week after their end. With
     `rendezvous_backend="c10d"` the replicas of a launch meet in one world.
     """
 
@@ -113,7 +113,7 @@ class LocalProcessExecutor(ReplicaSurface):
             start_follower(self.state_dir, training.name)
 
     def _wait_until_recorded(self, job_name: str) -> None:
-        """The end of a launch is in its record, for processes that look for it later."""
+        """Wait until the end of a launch is in its record, where other processes read it."""
         gang = self._gangs_by_name[job_name]
         if gang.plane is not None and not gang.training.status.is_released:
             done = gang.plane.wait([gang], lambda: gang.training.status.is_released, None)
@@ -179,7 +179,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
             await super().apply(training, desired)
 
     async def release(self, training: Training) -> None:
-        """The gang is over, and its record says how it ended. Its files stay to be read."""
+        """The gang is over: write how it ended to its record. Its files stay readable."""
         directory = self.root / training.uid
         if (directory / "gang.json").exists():
             async with self._alone(training):
@@ -245,7 +245,7 @@ def default_state_dir() -> Path:
 
 
 def start_follower(directory: Path, job_name: str) -> None:
-    """A process that keeps the deadline of a detached launch when no script is left to do so."""
+    """Start a process that enforces the deadline of a detached launch when the script has ended."""
     follower = _start(_FOLLOWER, str(directory), job_name)
     threading.Thread(target=follower.wait, name="atoll-follower", daemon=True).start()
 
@@ -283,7 +283,7 @@ def start_guard(root: Path) -> subprocess.Popen[bytes]:
 
 
 def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A small process beside the script."""
+    """Start a small process next to the script."""
     source = str(Path(atoll.__file__).parents[1])
     return subprocess.Popen(
         [sys.executable, "-c", code, source, *arguments],
@@ -296,7 +296,7 @@ def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def guard(root: str) -> None:
-    """Ends what the owner of `root` launched, once the owner is gone."""
+    """End what the owner of `root` launched, once the owner has ended."""
     pid, start_ticks = owner_of(Path(root))
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(pid)
@@ -323,9 +323,9 @@ def clear(root: Path) -> None:
 
 
 def clear_abandoned() -> None:
-    """Clears up after scripts whose guard was killed too. May be called from any thread.
+    """Clean up after scripts whose guard was killed too. May be called from any thread.
 
-    One that takes long goes on beside the caller.
+    A clean-up that takes long continues in the background.
     """
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
         try:

@@ -114,15 +114,15 @@ class ModalSpawnExecutor:
     ) -> list[ReplicaHandle]:
         """Spawns one call for each rank. `entrypoint` and `gpu` are the decorated function's.
 
-        What still runs after `timeout` seconds is cancelled by the next look at it, and has
-        failed. If one call cannot be spawned, those before it are cancelled.
+        What still runs after `timeout` seconds is cancelled by the next poll, and has failed. If
+        one call cannot be spawned, those before it are cancelled.
         """
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
         args = self._arguments(n_replicas, {} if entrypoint_args is None else entrypoint_args)
-        log.info("modal_function runs; the entrypoint %r is not looked at", entrypoint)
+        log.info("modal_function runs; the entrypoint %r is ignored", entrypoint)
         if gpu is not None:
-            log.warning("gpu=%r is not used: the decorator of modal_function says which", gpu)
+            log.warning("gpu=%r is not used: the decorator of modal_function chooses the GPU", gpu)
         uid = uuid.uuid4().hex
         launch = {"job_name": f"replicas-{uid}", "uid": uid, "timeout": timeout}
         deadline = None if timeout is None else time.time() + timeout
@@ -194,7 +194,7 @@ class ModalSpawnExecutor:
         self.close()
 
     def _arguments(self, n_replicas: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What every call gets beside its rank and its world."""
+        """The arguments of every call, without its rank and its world size."""
         if not isinstance(values, Mapping):
             raise ValidationError("entrypoint_args", values, "expected names and values")
         args = {key: value for key, value in values.items() if key != RANK_ENV}

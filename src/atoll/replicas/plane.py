@@ -35,9 +35,9 @@ from atoll.store.memory import MemoryStore
 
 T = TypeVar("T")
 
-LAUNCH_PATIENCE_S = 10.0
-AFTER_GRACE_S = 5.0
-LEAVE_S = 5.0
+LAUNCH_PATIENCE_S = 10.0  # errors that pass within it, such as a busy API server, are retried
+AFTER_GRACE_S = 5.0  # for a backend to notice the end of a killed rank
+LEAVE_S = 5.0  # a script that ends waits no longer for its own control plane
 
 
 class Gang:
@@ -57,7 +57,7 @@ class Gang:
         self.last: Pass | None = None
         self.fault: Exception | None = None  # why it cannot be observed, unless that may pass
         self.results: dict[int, tuple[Any, str]] = {}
-        self.observed_at = 0.0  # by `time.perf_counter`, when the backend last told how it is
+        self.observed_at = 0.0  # by `time.perf_counter`, when the backend last answered
         self.has_begun = False
         self.cancelling = asyncio.Lock()
 
@@ -76,7 +76,7 @@ class Gang:
 
     def note(self, done: Pass) -> None:
         self.last = done
-        # What was refused after a good look keeps nobody from knowing how the gang is.
+        # An action that was refused after a good observation does not hide how the gang is.
         is_known = self.has_begun and self.observed_at >= done.started_at
         if is_known or not isinstance(done.error, Temporary | Conflict | NotFound):
             self.fault = None if is_known else done.error
@@ -153,7 +153,7 @@ class ScriptPlane:
     def leave(self) -> None:
         """Ends this control plane alone: the gangs go on."""
         if not self._is_closed:
-            with contextlib.suppress(Exception):  # nobody is left to be told
+            with contextlib.suppress(Exception):  # the script is ending
                 self.call(self._leave(), timeout=LEAVE_S)
             self._end()
 
@@ -187,7 +187,7 @@ class ScriptPlane:
             await self.wait([gang], lambda: gang.is_over, deadline)
 
     async def _withdraw_cancel(self, gang: Gang, before: Training) -> None:
-        """The gang is wanted as `before`. What the backend did after all is seen as it is."""
+        """Want the gang as `before` again. What the backend did after all is observed as usual."""
         gang.fault = None
         while not before.spec.cancel:
             with contextlib.suppress(Conflict):  # a pass was faster
@@ -249,7 +249,7 @@ class ScriptPlane:
             tasks.create_task(self._follow(informer))
 
     async def _follow(self, informer: Informer) -> None:
-        """Copies what the store says to each gang, and wakes whoever waits for it."""
+        """Copy each change of the store to its gang, and wake the waiters."""
         async for update in informer.updates():
             gang = self._gangs.get(update.key)
             if gang is not None and gang.training.uid == update.uid:
@@ -296,7 +296,7 @@ class ScriptPlane:
         gang = Gang(training, self, is_own=False)
         if gang.is_over:  # the record of its end is all there is to know
             status = replace(training.status, is_released=True)
-        else:  # unobserved, so that the controller looks at it
+        else:  # unobserved, so that the controller observes it
             status = replace(training.status, observed_generation=0)
         gang.training = replace(training, status=status)
         if gang.is_over:
@@ -309,7 +309,7 @@ class ScriptPlane:
         return gang
 
     async def _forget(self, gang: Gang) -> None:
-        """It is followed no longer; the backend is not asked for anything."""
+        """Follow it no longer, without a request to the backend."""
         self._gangs.pop(gang.training.key, None)
         await self.store.remove(gang.training)
 
@@ -372,7 +372,7 @@ class StopCause(NamedTuple):
 class SharedBackend(Executor):
     """To be placed before the class of a backend: any process can find its gangs.
 
-    Its `release` keeps what others may read.
+    Its `release` leaves what others may read.
     """
 
     async def find(self, job_name: str, uid: str | None) -> Training | None:
@@ -399,7 +399,7 @@ class SharedExecutor(Executor):
         self._store = store
         self._on_deleted = on_deleted
         self._on_observed = on_observed
-        self._applied: set[str] = set()  # gangs that the backend was asked for
+        self._applied: set[str] = set()  # gangs that the backend may have
         self._there: set[str] = set()  # gangs that the backend has had
         self._concluded: set[str] = set()
 
@@ -455,7 +455,7 @@ class SharedExecutor(Executor):
         return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
 
     async def _follow_others(self, training: Training, accepted: DesiredState) -> None:
-        """Takes over a wish of another process. Raises Conflict: the pass begins anew with it."""
+        """Adopt the desired state of another process. Raises Conflict: the next pass has it."""
         desired = training.status.desired
         if desired is None or accepted == desired or accepted.version < desired.version:
             return
@@ -485,7 +485,7 @@ def with_cause(status: Status, cause: StopCause) -> Status:
 
 
 def without_gang(training: Training, observation: Observation, now: float) -> Observation:
-    """What is seen of a gang that was deleted: whatever ends or is missing then, was stopped."""
+    """The observation of a deleted gang: ranks that end then or are missing were stopped."""
     ranks = [_stopped(rank) for rank in observation.ranks]
     visible = {rank.rank for rank in observation.ranks}
     missing = [r for r in training.status.ranks if r.is_alive and r.rank not in visible]

@@ -17,7 +17,7 @@ ReplicaState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 
 @runtime_checkable
 class ServerlessExecutor(Protocol):
-    """Launches replicas somewhere, and tells how they are and how they ended."""
+    """Launches replicas, reports their states and collects their results."""
 
     backend_name: str
     supports_inter_replica_network: bool  # replicas of a launch have a way to reach each other
@@ -50,8 +50,8 @@ EXPECTED = "expected a ReplicaHandle of launch_replicas, attach or from_json"
 class ReplicaHandle:
     """One replica of one launch, for `poll`, `stream_logs`, `cancel` and `collect` of an executor.
 
-    `metadata` is JSON: `job_name` is the launch, `uid` tells it from another one of that name, and
-    the rest is what the backend needs to find it. A handle can be pickled.
+    `metadata` is JSON: `job_name` is the launch, `uid` distinguishes it from another one of that
+    name, and the other fields are what the backend needs to find it. A handle can be pickled.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class ReplicaHandle:
     def from_json(cls, text: str | bytes | Mapping[str, Any]) -> ReplicaHandle:
         """The handle that `to_json` wrote, as text or already parsed. Raises ValidationError.
 
-        What `metadata` has to hold is for the executor to say that is given the handle.
+        The executor that uses the handle checks its `metadata`.
         """
         try:
             document = json.loads(text) if isinstance(text, str | bytes) else dict(text)
@@ -87,7 +87,7 @@ class ReplicaHandle:
 
 
 class LaunchAddress(NamedTuple):
-    """What a handle says of its launch."""
+    """How to find the launch of a handle."""
 
     job_name: str
     uid: str | None
@@ -115,7 +115,7 @@ def read_handle(handle: object, backend_name: str | None = None) -> LaunchAddres
 
 def _check_shape(handle: ReplicaHandle) -> None:
     if not isinstance(handle.rank, int) or isinstance(handle.rank, bool) or handle.rank < 0:
-        raise ValidationError("handle.rank", handle.rank, "expected a whole number, 0 or more")
+        raise ValidationError("handle.rank", handle.rank, "expected an integer, 0 or more")
     if not isinstance(handle.backend_name, str):
         raise ValidationError("handle.backend_name", handle.backend_name, "expected text")
     if not isinstance(handle.metadata, dict):

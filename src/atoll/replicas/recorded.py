@@ -1,7 +1,7 @@
 """Launches from scripts on backends whose ranks keep their own records.
 
-A launch is found by its name alone, which holds its uid. Its spec is beside the records, so any
-process with the same options can follow it, and what has ended stays until somebody removes it.
+A launch is found by its name alone, which holds its uid. Its spec is stored with the records, so
+any process with the same options can follow it. What has ended stays until somebody removes it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PREFIX = "replicas-"
 class RecordedReplicas(ReplicaSurface):
     """The surface of their library classes, which name the backend and its options.
 
-    `address` is what a process must have alike to follow a launch, by its name in the metadata of
-    handles; `argument_of` has the argument for it, where that has another name.
+    `_address` has the options that a process must share to follow a launch, by their names in the
+    metadata of handles; `_argument_of` has the names of the arguments that differ from those.
     """
 
     _address: Mapping[str, str]

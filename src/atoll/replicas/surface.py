@@ -224,7 +224,7 @@ class ReplicaSurface:
         from atoll.code.archive import pack, why_not
 
         if explanation := why_not("."):
-            log.warning("no code is sent: %s; code=False says so", explanation)
+            log.warning("no code is sent: %s; code=False sends none on purpose", explanation)
             return None
         folders = [str(entry.path.parent)] if isinstance(entry, Script) else []
         code = pack(".", [*folders, *sys.path])
@@ -244,7 +244,7 @@ class ReplicaSurface:
         return self._handles(gang.training, gang.plane.executor)
 
     def poll(self, handle: ReplicaHandle) -> ReplicaState:
-        """The state of the replica. Raises the error that keeps the backend from telling it."""
+        """The state of the replica. Raises the error with which the backend failed."""
         gang = self._gang(handle)
         if gang.plane is not None and not gang.is_over:
             fault = gang.plane.fault_of(gang)
@@ -333,7 +333,7 @@ class ReplicaSurface:
         return training.name
 
     def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
-        """What another process needs to find the launch beside its name and uid, as JSON."""
+        """What another process needs, with name and uid, to find the launch, as JSON."""
         return {"namespace": training.namespace}
 
     def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
@@ -369,7 +369,7 @@ class ReplicaSurface:
         return gang
 
     def _gangs(self, handles: Sequence[ReplicaHandle]) -> list[Gang]:
-        """All handles are checked before anything is asked; each launch is looked for once."""
+        """Check all handles before any request; find each launch once."""
         addresses = [read_handle(handle, self.backend_name) for handle in handles]
         by_launch: dict[tuple[str, str | None], Gang] = {}
         for address in addresses:
@@ -536,10 +536,11 @@ def ended_at_deadline(training: Training, ended: Exit) -> bool:
 
 
 def start_variables(n_replicas: int) -> dict[str, str]:
-    """What replicas are told of their launch: failures are independent, agreement is not.
+    """Variables that describe the launch to its replicas.
 
-    A run of theirs begins with more than half of the launch, so two parts of it can never begin
-    apart. `atoll.diloco.allreduce.start` has what later rounds need.
+    Failures are independent, agreement is not: a run begins with more than half of the launch, so
+    two parts of it can never begin separate runs. `atoll.diloco.allreduce.start` has what later
+    rounds need.
     """
     return {TOGETHER_VARIABLE: str(n_replicas), QUORUM_VARIABLE: str(n_replicas // 2 + 1)}
 

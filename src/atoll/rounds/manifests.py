@@ -26,7 +26,7 @@ from atoll.diloco.facts import facts_of, fragment_of
 from atoll.objectstore import ObjectInfo, ObjectStore
 
 MAX_AT_ONCE = 500  # manifests in one look
-MAX_ROSTER = 64 * 2**20  # bytes
+MAX_MANIFEST_BYTES = 64 * 2**20  # bytes
 CHANGING_ROUNDS = 3  # rounds whose uploads may still arrive
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class RunReader:
     def _read(self, number: int, attempt: int) -> tuple[Manifest, datetime] | None:
         key = self._keys.manifest(number, attempt)
         try:
-            data, at = self._blobs.get_with_time(key, max_bytes=MAX_ROSTER)
+            data, at = self._blobs.get_with_time(key, max_bytes=MAX_MANIFEST_BYTES)
             body = wire.unseal(wire.MANIFEST, wire.fence(key), data)
             return MANIFEST.decode(body), at
         except NotFound:
@@ -131,10 +131,10 @@ class RunReader:
         late: dict[int, set[int]] = {}
         carried: dict[str, int] = {}  # by upload: bytes of further processes
         for blob in listing:
-            _, is_part, rest = blob.key.partition("/part/")
+            _, is_part, suffix = blob.key.partition("/part/")
             if is_part:
-                whole = rest.rpartition("/")[0]
-                carried[whole] = carried.get(whole, 0) + blob.size
+                stem = suffix.rpartition("/")[0]
+                carried[stem] = carried.get(stem, 0) + blob.size
         for blob, name in _names(listing):
             uploads = self._uploads.get(name.round)
             if uploads is None:

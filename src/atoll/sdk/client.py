@@ -258,7 +258,7 @@ class Client:
         if allow_pickle:
             options = {**options, "env": {**(options.get("env") or {}), RESULTS_VARIABLE: PICKLE}}
         jobs = jobs_of(function, settings, name)
-        for job in jobs[:1]:  # what is wrong with the options or the function is told before
+        for job in jobs[:1]:  # refuses bad options and functions before anything is sent
             resolve_training(job.name, {**options, "source": partial(function, **job.arguments)})
         return SweepRun(
             self,

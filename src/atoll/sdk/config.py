@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAME = "atoll.toml"
 VARIABLE = "ATOLL_CONFIG"
-# What each training says for itself.
+# Options that belong to one training.
 NO_DEFAULTS = ("command", "source", "args", "wait", "timeout")
 MERGED = ("env", "nccl_env")
 
@@ -52,10 +52,10 @@ def _own_path() -> Path | None:
 
 
 def read(path: Path | None) -> Config:
-    """What a file says; without one, what holds where there is none.
+    """The configuration in a file; the defaults without one.
 
     Raises Permanent if it cannot be read or somebody else could choose what is in it, whether it
-    was found or named: who names a file once does not look at it before each use. Raises
+    was found or named: a file that is named once is not checked by its user before each use. Raises
     ValidationError naming the file, the field, its value and what would be right.
     """
     from atoll.core.config import Config, in_file, parse
@@ -112,15 +112,15 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
 
     for name, value in defaults.items():
         if name in NO_DEFAULTS:
-            raise ValidationError(name, value, "expected none: each training says its own")
-    # As a training would have them: the same names, bounds and words.
+            raise ValidationError(name, value, "expected none: set it for each training")
+    # Checked as for a training: the same names, bounds and choices.
     options: DeployOptions = {"command": ["true"], **as_options(defaults, Path())}  # type: ignore[typeddict-item]
     spec_of("defaults", options)
 
 
 def _check_only_defaults(config: Config) -> None:
-    """Raises ValidationError for what a file in a working directory says to the control plane,
-    which does not read it."""
+    """Raises ValidationError for settings of the control plane in a file of a working directory,
+    which the control plane does not read."""
     from atoll.core.config import Config
 
     expected = (
@@ -157,7 +157,7 @@ def as_options(defaults: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caller says, and for the rest what the file says; `env` is merged by name."""
+    """The options of the caller over the defaults of the file; `env` is merged by name."""
     stated = {name: value for name, value in options.items() if value is not None}
     if (path := find()) is None:
         return stated
@@ -173,7 +173,7 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_spec(name: str, options: Mapping[str, Any]) -> TrainingSpec:
-    """What the caller says wins over `[defaults]` of atoll.toml."""
+    """The spec; options of the caller take precedence over `[defaults]` of atoll.toml."""
     from atoll.sdk.options import DeployOptions, spec_of
 
     return spec_of(name, cast(DeployOptions, with_defaults(options)))

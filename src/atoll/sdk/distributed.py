@@ -13,7 +13,7 @@ from atoll.sdk.options import DeployOptions, check_options
 from atoll.sdk.sweep import Sweep, check_arguments, label_of
 from atoll.sdk.training import DistributedTraining
 
-_SUFFIX_BYTES = 3
+_SUFFIX_BYTES = 3  # 16 million names: few enough characters to type
 
 
 class DistributedFunction:

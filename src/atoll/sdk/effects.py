@@ -57,7 +57,7 @@ class Pack(NamedTuple):
     """The code below a directory of the caller. The answer is a Code; None if there is none."""
 
     root: str
-    path: tuple[str, ...] = ()  # folders in which ranks look for modules
+    path: tuple[str, ...] = ()  # folders from which ranks import modules
 
 
 Effect = Send | NextChange | Pause | Pack
@@ -81,7 +81,7 @@ def send(
     effect: Send, *, patience_s: float | None = None, clock: Clock = time.monotonic
 ) -> Flow[bytes]:
     """The body of a 2xx answer; other answers are raised. Temporary errors are retried for
-    `patience_s`, or as long as is usual, unless the server says that it will take longer."""
+    `patience_s`, or as long as is usual, unless the server asks for a longer pause."""
     limit_s = PATIENCE_S if patience_s is None else patience_s
     retry = new_retry(limit_s, clock)
     while True:
@@ -139,7 +139,7 @@ class OtherRelease(UserWarning):
 
 
 def describe_difference(release: str | None) -> str:
-    """How the release of the control plane differs from this one, in words; empty if equal."""
+    """A sentence on how the release of the control plane differs; empty if it does not."""
     theirs, ours = release or SILENT, atoll.__version__
     return "" if theirs == ours else f"the control plane is atoll {theirs}, this is atoll {ours}"
 

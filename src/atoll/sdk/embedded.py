@@ -1,7 +1,7 @@
 """The user's own control plane: found if it runs, started if it does not.
 
 It is a process of its own, so it outlives the program that needed it first, and all programs of
-one user share it. `Private` is one that belongs to one client and ends with it.
+one user share it. `PrivatePlane` belongs to one client and ends with it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     from atoll.core.spec import TrainingSpec
 
-START_S = 60.0
-STOP_S = 60.0
-STOP_ATTEMPTS = 3
+START_S = 60.0  # normally below a second; a machine that swaps takes much longer
+STOP_S = 60.0  # ranks have 10 s by default to stop, and a loaded machine takes longer
+STOP_ATTEMPTS = 3  # each is a new server, which may be killed as the one before it was
 SLOTS = "ATOLL_SLOTS"  # of a control plane that is started here
 
-# What the shell that happens to start the server says of itself. It would reach the ranks of all
-# others: each caller sends its own, or has none.
+# Variables of the shell that starts the server. They must not reach the ranks of other shells: each
+# caller sends its own.
 LEFT_OUT = (
     SLOTS,
     "CONDA_PREFIX",
@@ -51,9 +51,9 @@ LEFT_OUT = (
 
 
 def begin() -> None:
-    """The user's own control plane, if it will be needed and is not there, begins to start.
+    """Start the user's own control plane in the background if it will be needed and does not run.
 
-    The caller goes on meanwhile; who needs it waits for it, and learns why it does not start.
+    The first request waits for it, and raises why it does not start.
     """
 
     def start_it() -> None:
@@ -115,7 +115,7 @@ class UserPlane:
             ) from error
 
     def _no_control_plane(self, rank: EnclosingRank) -> NoControlPlane:
-        """What is raised in a rank; the first time, what is waited for is told."""
+        """The error for a rank, which must not start one. Prints once what it waits for."""
         how = "'atoll ps' outside of ranks starts it"
         if not self._is_reported:
             self._is_reported = True
@@ -144,7 +144,7 @@ class PrivatePlane:
     def address(self) -> Address:
         with self._lock:
             if self._is_closed:
-                raise Permanent("this client is closed, and its control plane is gone")
+                raise Permanent("this client is closed, and its control plane has ended")
             if self._where is None:
                 import tempfile
 
@@ -178,7 +178,7 @@ class PrivatePlane:
 
     def _alive(self, where: Path | None = None) -> PlaneProcess:
         if self._server is not None:
-            # A child cannot ask after its parent's child: it would be told that it is dead.
+            # A forked child cannot poll its parent's child: it would seem dead.
             if self._owner != os.getpid() or self._server.process.poll() is None:
                 return self._server
             self._server.stop()
@@ -220,7 +220,7 @@ def start(where: Path, *, is_owned: bool = False) -> PlaneProcess:
 
     command = [sys.executable, "-m", "atoll.cli", "serve", "--json", "--state-dir", str(where)]
     command += ["--port", "0", *(["--owned"] if is_owned else [])]
-    settings = config.read_for_plane()  # what is wrong in it is told here, not in the server's log
+    settings = config.read_for_plane()  # raised here rather than in the server's log
     if settings.path is not None:
         command += ["--config", settings.path]
     if slots := os.environ.get(SLOTS):
@@ -280,7 +280,7 @@ def running(where: Path) -> str | None:
 
 
 def read_announcement(where: Path) -> dict[str, Any] | None:
-    """What the server of this directory says of itself; None if no server is alive."""
+    """The endpoint file of the server of this directory; None if no server is alive."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         endpoint: dict[str, Any] = json.loads((where / ENDPOINT).read_bytes())
         if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
@@ -313,7 +313,7 @@ def read_token(where: Path) -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process started, as the kernel counts it; None if it is gone. A pid alone may lie."""
+    """Start time of a process in kernel ticks; None if it has ended. A pid alone may be reused."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -336,4 +336,4 @@ def _last_line(log: Path, start: int) -> str:
             return lines[-1]
         if os.statvfs(log).f_bavail == 0:
             return f"no space is left in {log.parent}: free some"
-    return "it said nothing"
+    return "it printed nothing"

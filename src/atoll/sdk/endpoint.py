@@ -55,7 +55,7 @@ class Endpoint(Protocol):
         """Where to send requests. May start a control plane, and blocks while it starts."""
 
     def lost(self) -> None:
-        """Nothing listens at the address any more: the next `address()` looks it up again."""
+        """Nothing listens at the address any more: the next `address()` reads it again."""
 
     def local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields of the spec that come from the caller's machine if ranks run on it."""

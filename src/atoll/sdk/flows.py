@@ -57,15 +57,15 @@ from atoll.sdk.effects import (
 
 T = TypeVar("T")
 
-READ_S = 10.0
+READ_S = 10.0  # one answer of a busy control plane; a lost one is asked for again
 WATCH_S = 86_400.0  # the longest single watch: threads and the server refuse larger timeouts
-FOREVER_S = 1e12
-LAST_READ_S = 2.0  # for the read after a deadline
+FOREVER_S = 1e12  # what a clock can still add without an overflow
+LAST_READ_S = 2.0  # for the read after a deadline: a wait ends that much late at the most
 ALL = "/v1/trainings"
 
 
 class TrainingRef(NamedTuple):
-    """One training. A name may be used again after a delete; the uid tells the two apart."""
+    """One training. A name may be used again after a delete; the uid is unique."""
 
     name: str
     uid: str
@@ -79,7 +79,7 @@ class EventPage(Model, frozen=True):
     items: list[Event]
 
 
-ROUNDS_A_PAGE = 2_000
+ROUNDS_A_PAGE = 2_000  # as the server allows; about 1 MB
 
 # What a state means to a wait: its result, or None for "not yet" and for a failure.
 Until = Callable[[Training], T | None]
@@ -108,7 +108,7 @@ def create(
 def deploy(
     spec: TrainingSpec, shared: Mapping[str, Any], key: str, pack: Pack | None = None
 ) -> Flow[Training]:
-    """The stored training, as `_stored` has it; what its executor will not honour is logged."""
+    """Store the training, and log which of its fields the executor does not support."""
     stored = yield from _stored(spec, shared, key, pack)
     if optional_fields(spec):
         try:
@@ -130,7 +130,7 @@ def _stored(
     or with the code that `pack` names if ranks run elsewhere.
 
     A control plane at a local address may run ranks elsewhere: the address may be a port that
-    is forwarded to a cluster. So `local` is asked for first; the server refuses it if it has no
+    is forwarded to a cluster. So `local` is tried first; the server refuses it if it has no
     such executor or if another is the default.
     """
     if shared:
@@ -231,7 +231,7 @@ def cancel(ref: TrainingRef) -> Flow[Training | None]:
 def delete(
     ref: TrainingRef, timeout: float, *, on_read: OnRead = ignore, clock: Clock = time.monotonic
 ) -> Flow[None]:
-    """Asks to delete, then waits up to `timeout` until the record is gone. Gone is success."""
+    """Delete the training and wait up to `timeout` for its removal. A missing one is success."""
     deadline = clock() + min(timeout, FOREVER_S)
     try:
         training = yield from read(ref, clock=clock)
@@ -328,7 +328,7 @@ def rounds(ref: TrainingRef, first: int, last: int | None, *, has_costs: bool) -
         oldest = page.items[0].round if page.items else 0
         if len(page.items) < ROUNDS_A_PAGE or oldest <= first:
             break
-        # A round of several fragments may be cut by the page: it is read again, whole.
+        # A page may end within a round of several fragments: read that round again.
         last = oldest
     items: dict[tuple[int, int], RoundItem] = {}
     for page in pages:  # an older one knows what was before its newest round
@@ -449,7 +449,7 @@ def _describe_timeout(training: Training, timeout: float) -> str:
     status, size = training.status, training.spec.world_size
     text = f"training {training.name!r}: {status.world.ready} of {size.target} ranks"
     text += f" ready after {timeout:g} s (min {size.min}, "
-    text += f"phase {status.phase.value or 'not seen yet'})"
+    text += f"phase {status.phase.value or 'not observed yet'})"
     if training.has_surplus:
         surplus = [r.rank for r in status.ranks if r.rank >= size.target]
         text += f"; above the target and still alive: {limited_spans(surplus)}"

@@ -1,7 +1,7 @@
 """HTTP/1.1 to the user's own control plane, over its Unix socket.
 
 A command that starts and ends within 0.2 s has no time to import a full client. This one does what
-the SDK asks of it, in the words of httpx2: requests, and answers read as they come. A control plane
+the SDK needs, with the names of httpx2: requests, and answers that are streamed. A control plane
 with a URL, and event loops, are served by httpx2.
 """
 
@@ -19,9 +19,9 @@ from urllib.parse import quote, urlencode
 
 from atoll.backends.local import plane_socket
 
-IDLE_S = 5.0  # kept open for the next request; servers keep theirs longer
-PIECE = 1 << 16
-MAX_LINE = 1 << 16
+IDLE_S = 5.0  # how long a connection waits for the next request; servers wait longer
+PIECE = 1 << 16  # bytes of one read: the buffer of a socket
+MAX_LINE = 1 << 16  # bytes of one header, as other clients allow
 
 
 class Unreachable(OSError):
@@ -33,7 +33,7 @@ class Broken(OSError):
 
 
 class LocalAnswer:
-    """An answer whose body is on its way."""
+    """An answer whose body is streamed."""
 
     def __init__(self, connection: socket.socket, file: BufferedReader) -> None:
         self.socket = connection
@@ -116,7 +116,7 @@ class LocalClient:
         try:
             with connection.makefile("rb") as file:
                 with contextlib.suppress(ConnectionError):
-                    connection.sendall(head + content)  # if it is refused, the answer says why
+                    connection.sendall(head + content)  # a refusal has an answer with the reason
                 answer = LocalAnswer(connection, file)
                 yield answer
             is_reusable = answer.is_complete and answer.is_reusable

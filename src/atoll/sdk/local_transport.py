@@ -37,7 +37,7 @@ class LocalTransport(httpx2.AsyncHTTPTransport):
             raise Unreachable(unreachable(self._directory, _cause(error))) from error
 
     async def _check_peer(self, event: str, info: dict[str, Any]) -> None:
-        """httpcore tells of a new connection before it uses it."""
+        """httpcore calls this for a new connection before it uses it."""
         if event == CONNECTED:
             stream = info["return_value"]
             try:
@@ -48,7 +48,7 @@ class LocalTransport(httpx2.AsyncHTTPTransport):
 
 
 def _cause(error: BaseException) -> OSError:
-    """What the kernel said; libraries wrap it several times."""
+    """The error of the kernel; libraries wrap it several times."""
     while (inner := error.__cause__ or error.__context__) is not None:
         if isinstance(inner, OSError):
             return inner

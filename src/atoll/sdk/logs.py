@@ -16,14 +16,14 @@ from atoll.sdk.effects import Send, check_reply
 from atoll.sdk.flows import TrainingRef
 from atoll.sdk.wire import Wire, reply, stream_request, translate_errors
 
-RETRY_S = 0.2
-PATIENCE_S = 60.0
+RETRY_S = 0.2  # a restarted control plane answers within a second
+PATIENCE_S = 60.0  # a followed log outlives a restart of the server, on a loaded machine too
 
 
 class LogPosition:
-    """How far each rank's log was given out, so that a second reading goes on from there.
+    """How far each rank's log was read, so that a second connection resumes there.
 
-    By the places that lines have; where they have none, by counting lines, all of them again.
+    By the offsets of lines; where lines have none, by counting them from the beginning.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LogPosition:
         return stream_request(Send("GET", self._path, query))
 
     def new(self, raw: str) -> LogLine | None:
-        """The line, unless it was given out before. Raises Temporary where the server cut it."""
-        self._lost_at = None  # whoever says something, be it a heartbeat, is there
+        """The line, unless it was read before. Raises Temporary where the server cut the log."""
+        self._lost_at = None  # anything, also a heartbeat, shows that the server is alive
         if not raw:
             return None
         message: dict[str, Any] = msgspec.json.decode(raw)

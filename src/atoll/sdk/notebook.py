@@ -1,4 +1,4 @@
-"""A training shown live: in a notebook in place, elsewhere as lines of text."""
+"""A live view of a training: updated in place in a notebook, elsewhere as lines of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.sdk import flows
 if TYPE_CHECKING:
     from atoll.sdk.training import DistributedTraining
 
-EVERY_S = 1.0
+EVERY_S = 1.0  # as often as a reader notices a change
 METRICS = ("loss",)
 
 # Takes the newest state, what was reported last, and a remark.
@@ -27,7 +27,7 @@ Show = Callable[[Training, Sequence[LatestMetric], str], None]
 
 
 def show(handle: DistributedTraining, *, wait: bool, every_s: float = EVERY_S) -> None:
-    """Shows it now, and each change until it ends: meanwhile, or before this returns."""
+    """Show the training now and each change until it ends, in the background unless `wait`."""
     notebook = _notebook()
     if notebook is None:
         draw = _as_text()
@@ -54,7 +54,7 @@ def follow(
     every_s: float,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Draws until the training is over or gone. A control plane that is away is waited for."""
+    """Draw until the training is over or deleted. Waits for a control plane that is away."""
     while not handle.last.status.phase.is_terminal:
         pause(every_s)
         try:

@@ -69,7 +69,7 @@ class DeployOptions(TypedDict, total=False):
     timeout: float | None
 
 
-# Options that take `30s`, `5m` or `2h` beside seconds.
+# Options that take `30s`, `5m` or `2h` as well as seconds.
 DURATIONS = ("start_grace_s", "stop_grace_s", "deadline_s", "ttl_seconds", "stall_s")
 WAIT_TIMEOUT_S = 600.0  # pulling a large image takes minutes
 
@@ -135,7 +135,7 @@ def _check_code(value: object) -> None:
 
 
 def pack_of(spec: TrainingSpec, options: Mapping[str, Any]) -> Pack | None:
-    """What of the caller's directory travels with a training whose ranks run elsewhere.
+    """The part of the caller's directory to send with a training whose ranks run elsewhere.
 
     Without `working_dir` it is the current one. A `working_dir` that is not here is one of the
     image, and nothing travels.
@@ -228,7 +228,7 @@ def _source(value: Any) -> Source | None:
     raise ValidationError("source", value, "expected the path of a script, or a function")
 
 
-# Base64 makes this a third larger, and the body of the request has room for the rest.
+# Base64 makes this a third larger: with the other fields it fits into a request of 64 MiB.
 MAX_BYTES = 44 * 2**20
 # Calling one of these runs nothing: the rank would succeed at once.
 LAZY = (

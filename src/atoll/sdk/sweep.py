@@ -1,7 +1,7 @@
 """Sweeps: one function, many settings, a training for each, so many of them at a time.
 
-The name of each training says what it runs: the function's code and its arguments. So the same
-call, made again after it was interrupted, finds what has ended or still runs, and goes on.
+The name of each training is made of the function's code and its arguments. So the same call, made
+again after an interrupt, finds the trainings that have ended or still run, and does the others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from atoll.sdk.client import Client
     from atoll.sdk.training import DistributedTraining
 
-MAX_TRAININGS = 100_000
-MAX_AT_ONCE = 10_000
-RELIST_S = 0.5
-DELETE_S = 60.0
+MAX_TRAININGS = 100_000  # more settings are a mistake: a list of them takes minutes to store
+MAX_AT_ONCE = 10_000  # as many ranks as one training may have
+RELIST_S = 0.5  # pause after a broken watch
+DELETE_S = 60.0  # as `training.delete()`
 _DIGEST = 10  # characters of it in a name
 MAX_IN_NAME = 63 - 1 - _DIGEST
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}

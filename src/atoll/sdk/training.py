@@ -70,10 +70,10 @@ class DistributedTraining:
         return html.training_html(self.last)
 
     def show(self, *, wait: bool = False) -> None:
-        """Shows the training in a notebook and keeps it up to date until it ends, while you go on;
-        with `wait` it returns at the end. Elsewhere it prints a line, with `wait` each change.
+        """Show the training in a notebook and update the view until the training ends.
 
-        Raises nothing if the training fails: `result()` does.
+        Returns at once, with `wait` at the end. Outside of notebooks it prints a line, with `wait`
+        each change. It does not raise if the training fails: `result()` does.
         """
         from atoll.sdk import notebook
 
@@ -134,7 +134,7 @@ class DistributedTraining:
 
     @property
     def bench_diagnostics(self) -> BenchStatus:
-        """How the bench went; `message` says why there is no result."""
+        """The state of the bench; `message` has the reason if there is no result."""
         training = self._now()
         bench = training.status.bench
         if training.spec.bench.mode == "off":
@@ -170,14 +170,14 @@ class DistributedTraining:
         return self._keep(await self._arun(flows.scale(self.last, target))).world
 
     def wait_until_min_world(self, timeout: float | None = 600) -> WorldStatus:
-        """Returns when `ready >= min`. Raises BelowMinimumWorld at once if the training failed."""
+        """Wait until `ready >= min`. Raises BelowMinimumWorld at once if the training failed."""
         return self._run(self._wait(flows.wait_until_min_world, timeout))
 
     async def wait_until_min_world_async(self, timeout: float | None = 600) -> WorldStatus:
         return await self._arun(self._wait(flows.wait_until_min_world, timeout))
 
     def wait_until_target_world(self, timeout: float | None = 600) -> WorldStatus:
-        """Returns when the controller has seen the newest target and its ranks are ready."""
+        """Wait until the controller has observed the newest target and all its ranks are ready."""
         return self._run(self._wait(flows.wait_until_target_world, timeout))
 
     async def wait_until_target_world_async(self, timeout: float | None = 600) -> WorldStatus:
@@ -260,10 +260,10 @@ class DistributedTraining:
         env: Mapping[str, str] | None = None,
         args: Sequence[str] | None = None,
     ) -> DistributedTraining:
-        """Starts it again as a new training, and returns that one: `NAME-r2` unless `name` is
-        given. Spec and code are copied on the server; `env` is set over the variables it had.
+        """Start it again as a new training, and return that one: `NAME-r2` without a `name`.
 
-        Raises Conflict if its code is gone or the name is taken.
+        The server copies spec and code; `env` is set over the variables it had. Raises Conflict if
+        the code no longer exists or the name is taken.
         """
         flow = self._rerun(name, world_size, env, args)
         return DistributedTraining(self._client, self._run(flow))
@@ -280,7 +280,7 @@ class DistributedTraining:
         return DistributedTraining(self._client, await self._arun(flow))
 
     def cancel(self) -> None:
-        """Asks to stop the ranks and keeps the record. Does nothing if the training is over."""
+        """Stop the ranks and keep the record. Does nothing if the training is over."""
         training = self._run(flows.cancel(self._ref))
         self._keep(training or self.last)
 
@@ -289,8 +289,10 @@ class DistributedTraining:
         self._keep(training or self.last)
 
     def delete(self, timeout: float = DELETE_S) -> None:
-        """Removes the training, its ranks and logs. Returns when it is gone; raises Temporary if it
-        is not after `timeout`: it goes on being removed. With `timeout=0` it only asks."""
+        """Delete the training with its ranks and logs, and wait until they are removed.
+
+        Raises Temporary after `timeout`; the removal continues. `timeout=0` does not wait.
+        """
         check_timeout(timeout)
         self._is_deleted = True
         self._run(flows.delete(self._ref, timeout, on_read=self._keep))
@@ -486,7 +488,7 @@ class DistributedTraining:
         if name is not None:
             check_name("name", name)
         if isinstance(args, str):
-            raise ValidationError("args", args, "expected a list of words")
+            raise ValidationError("args", args, "expected a list of arguments")
         variables = dict(env or {})
         check_env("env", variables)
         size = world_of(world_size)
@@ -542,7 +544,7 @@ def _seconds(since: float | datetime | None) -> float | None:
 
 @contextlib.contextmanager
 def _keep_error(error: BaseException | None) -> Iterator[None]:
-    """Raises a failed clean-up, or adds it as a note to the error that is already raised."""
+    """Raise a failed clean-up, or add it as a note to the error that is being raised."""
     try:
         yield
     except AtollError as failure:

@@ -69,7 +69,7 @@ def packed(effect: Pack) -> Code | None:
     return pack(effect.root, effect.path)
 
 
-CONNECT_S = 5.0
+CONNECT_S = 5.0  # TCP repeats its first packet after 1 and 3 s
 READ_S = 30.0  # three heartbeats of the server
 SLOWEST = 200_000.0  # bytes per second of the slowest upload allowed
 
@@ -108,7 +108,7 @@ class Wire:
 
 
 class Performer:
-    """Performs the effects of one flow; keeps a watch open between two of them."""
+    """Performs the effects of one flow. A watch stays open between two of them."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -281,7 +281,7 @@ def _watch_request(effect: NextChange) -> dict[str, Any]:
 
 
 def stream_request(effect: Send) -> dict[str, Any]:
-    """A request whose answer is read as it comes; heartbeats tell slow servers from dead ones."""
+    """A request whose answer is read as it comes; heartbeats show that a slow server is alive."""
     return _request(effect) | {"timeout": _timeout(READ_S)}
 
 
@@ -387,7 +387,7 @@ def _only(path: str) -> ssl.SSLContext:
 
 
 def distrust(host: str, reason: str) -> str:
-    """Why a certificate was not accepted, in words."""
+    """A sentence on why a certificate was refused, and what to do."""
     text = f"the certificate of {host} is not trusted ({reason.partition('] ')[2] or reason})"
     if not has_authorities():
         remedy = f"install ca-certificates, or name a file of them in SSL_CERT_FILE or {CA}"

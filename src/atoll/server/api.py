@@ -25,7 +25,6 @@ from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
     logs,
     metrics,
-    reports,
     rerun,
     results,
     rounds,
@@ -52,7 +51,7 @@ METRICS = "/metrics"
 
 
 class Health(Model, frozen=True):
-    """`failing`: what does not work; trainings are looked after all the same."""
+    """`failing`: background tasks that fail while trainings are still reconciled."""
 
     status: Literal["ok", "degraded"]
     failing: list[TaskFailure] = []
@@ -63,20 +62,20 @@ async def healthz(call: ApiCall) -> Answer:
 
 
 async def readyz(call: ApiCall) -> Answer:
-    """Ready when the store answers and trainings are looked after; 503 or 500 when not."""
+    """Ready when the store answers and trainings are reconciled; else 503 or 500."""
     plane = call.plane
     await plane.store.version()
     failing = plane.background.failures
     for failure in failing:
         if failure.name in (CONTROLLER, INFORMER):
-            raise Temporary(f"no training is looked after now: {failure.error}")
+            raise Temporary(f"trainings are not reconciled now: {failure.error}")
     if plane.metrics is not None and plane.metrics.trouble:
         failing.append(TaskFailure(name="metrics", error=plane.metrics.trouble))
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
 
 
 async def prometheus(call: ApiCall) -> Answer:
-    """Totals of all; with a token also the trainings of its namespace."""
+    """Totals; with a token also the active trainings of its namespace."""
     namespace = call.namespace or None
     if namespace is None and token_of(call.request):
         namespace = await authenticate(call.plane, call.request)
@@ -98,18 +97,18 @@ _COMMON_PROBLEMS = (
     _INVALID | _DENIED | {503: _problem("The request cannot be served now; try again later.")}
 )
 _NAME_PROBLEMS = _COMMON_PROBLEMS | _MISSING
-_EXPIRED = {410: _problem("`after` is older than the oldest version in the store.")}
+_EXPIRED = {410: _problem("The version `after` has expired: read again, then watch.")}
 _TOO_LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
 _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
 _TRAINING_OR_CHANGES = AnswerDoc(
-    "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
+    "The training and the progress of its outer rounds; with `watch`, a stream of changes.",
     TrainingWithRounds,
 )
 _LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
 _RESUME_HEADER = {
-    "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
+    "Last-Event-ID": HeaderDoc("With `watch`, the version to continue from.", EVENT_ID_PATTERN)
 }
 
 NATIVE = (
@@ -117,11 +116,11 @@ NATIVE = (
         "POST",
         ALL,
         trainings.create,
-        "Store a training; its ranks start soon after.",
+        "Create a training; its ranks start soon after.",
         {
             201: AnswerDoc("Stored.", Training),
-            200: AnswerDoc("An earlier request with this idempotency key stored it.", Training),
-            409: _problem("The name is taken, or the key was used for something else."),
+            200: AnswerDoc("An earlier request with this idempotency key created it.", Training),
+            409: _problem("The name is taken, or the key belongs to another spec."),
             **_COMMON_PROBLEMS,
             **_TOO_LARGE,
         },
@@ -158,14 +157,14 @@ NATIVE = (
         "DELETE",
         ONE,
         trainings.delete,
-        "Stop the ranks, then remove the record.",
-        {202: AnswerDoc("The training is being removed.", trainings.Removal), **_NAME_PROBLEMS},
+        "Stop the ranks, then delete the record.",
+        {202: AnswerDoc("The training is being deleted.", trainings.Removal), **_NAME_PROBLEMS},
     ),
     Operation(
         "POST",
         f"{ONE}/scale",
         trainings.scale,
-        "Ask for another number of ranks, within the bounds of the training.",
+        "Change the target number of ranks, between `min` and `max`.",
         {200: _TRAINING, 409: _problem("The training is over."), **_NAME_PROBLEMS, **_TOO_LARGE},
         body=trainings.Scale,
     ),
@@ -180,12 +179,12 @@ NATIVE = (
         "POST",
         f"{ONE}/rerun",
         rerun.rerun,
-        "Start a training again under another name, `NAME-r2` unless one is given. Its spec and "
-        "its code are copied on the server.",
+        "Run a training again under another name, by default `NAME-r2`, with a copy of its spec "
+        "and code.",
         {
             201: AnswerDoc("The new training.", Training),
-            200: AnswerDoc("An earlier request with this idempotency key stored it.", Training),
-            409: _problem("The name is taken, or the code of the training is gone."),
+            200: AnswerDoc("An earlier request with this idempotency key created it.", Training),
+            409: _problem("The name is taken, or the code of the training is no longer stored."),
             **_NAME_PROBLEMS,
             **_TOO_LARGE,
         },
@@ -211,8 +210,8 @@ NATIVE = (
         "GET",
         f"{ONE}/logs/search",
         logs.search,
-        "Lines that contain a text, with their places, as line-delimited JSON. The last line says "
-        "how many there are, and where to go on if there are more than `limit`.",
+        "Search for lines that contain a text, as line-delimited JSON with offsets. The last "
+        "line has the number of hits, and where to continue if there are more than `limit`.",
         {
             200: AnswerDoc("Hits.", LogMatch, NDJSON, (logs.SearchEnd, logs.LogCut)),
             **_NAME_PROBLEMS,
@@ -250,8 +249,8 @@ NATIVE = (
         "GET",
         f"{ONE}/rounds",
         rounds.rounds,
-        "The outer rounds of a DiLoCo training: who was in each, who was missing or late, and what "
-        "it cost; the newest `limit` of those asked for, in order.",
+        "Read the outer rounds of a DiLoCo training: members, missing and late replicas, and "
+        "costs; the newest `limit` of the requested ones, in order.",
         {200: AnswerDoc("The rounds.", RoundList), **_NAME_PROBLEMS},
         query=rounds.RoundsQuery,
     ),
@@ -273,33 +272,33 @@ NATIVE = (
     Operation(
         "GET",
         f"{ONE}/events",
-        reports.events,
+        trainings.events,
         "Events of a training, newest first.",
-        {200: AnswerDoc("Events.", reports.EventList), **_NAME_PROBLEMS},
-        query=reports.EventQuery,
+        {200: AnswerDoc("Events.", trainings.EventList), **_NAME_PROBLEMS},
+        query=trainings.EventQuery,
     ),
     Operation(
         "GET",
         f"{ONE}/attempts",
-        reports.attempts,
-        "Attempts of the ranks: when each started, when and how it ended. Of each rank the newest "
-        "and the 20 before it.",
+        trainings.attempts,
+        "List the attempts of the ranks: start, end and exit. The newest attempt of each rank and "
+        "the 20 before it.",
         {200: AnswerDoc("Attempts, in order of rank.", AttemptList), **_NAME_PROBLEMS},
-        query=reports.AttemptQuery,
+        query=trainings.AttemptQuery,
     ),
     Operation(
         "GET",
         f"{ONE}/stats",
-        reports.stats,
+        trainings.stats,
         "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
         "and GPU-seconds it has used.",
         {200: AnswerDoc("The counters.", TrainingStats), **_NAME_PROBLEMS},
-        query=reports.ReportQuery,
+        query=trainings.UidQuery,
     ),
     Operation(
         "GET",
         "/v1/executors",
-        reports.executors,
+        trainings.executors,
         "Executors that trainings can run on, and whether each is reachable now.",
         {200: AnswerDoc("All executors.", ExecutorList), **_COMMON_PROBLEMS},
     ),
@@ -318,8 +317,8 @@ NATIVE = (
         "GET",
         METRICS,
         prometheus,
-        "Totals of the server, in the Prometheus text format; with a token also gauges of each "
-        "training of its namespace that is not over, of the 200 newest.",
+        "Totals of the server in the Prometheus text format; with a token also gauges of the 200 "
+        "newest active trainings of its namespace.",
         {200: AnswerDoc("Metrics as text.", str, "text/plain")},
         is_open=True,
     ),
@@ -328,7 +327,7 @@ STREAMED = {ALL: SSE, ONE: SSE}
 
 
 def native_operations(*, is_metrics_open: bool) -> tuple[Operation, ...]:
-    """The rows, with a token needed for the totals where they are not open."""
+    """The rows; without `is_metrics_open`, `/metrics` needs a token."""
     if is_metrics_open:
         return NATIVE
     return tuple(

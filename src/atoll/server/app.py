@@ -96,7 +96,7 @@ def create_app(
 
     rows = api.native_operations(is_metrics_open=is_metrics_open)
 
-    document = cache(partial(_document, rows))  # nobody needs a token to ask for it
+    document = cache(partial(_document, rows))  # encoded once: reading it needs no token
 
     async def openapi(request: Request) -> Response:
         return Response(document(), media_type=JSON)
@@ -141,13 +141,13 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _document(rows: Sequence[Operation]) -> bytes:
-    from atoll.server.http.openapi import document  # slow to import, and rarely asked for
+    from atoll.server.http.openapi import document  # slow to import, and rarely needed
 
     return encode(document(rows, api.STREAMED))
 
 
 def _on_stray(request: Request, error: Exception) -> Response:
-    """Answers an unknown path or method, in the dialect of the client that asks."""
+    """Answers a request that no endpoint takes, in the dialect of the client."""
     is_foreign = request.url.path.startswith("/deployments")
     on_error = answers.on_error if is_foreign else problems.on_error
     return on_error(request, error)

@@ -1,7 +1,7 @@
 """The background tasks of a control plane, by name.
 
-One that dies is logged at once, started again after a pause, and shown by `/readyz` until it works
-again: nothing that people rely on stops unseen.
+A task that fails is logged at once, started again after a pause, and listed by `/readyz` until it
+works again: nothing that people rely on stops unnoticed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from atoll.core.model import Model
 from atoll.core.retry import grown_s
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0  # short: people wait for what it shows
-STEADY_S = 10.0  # after which a task that was started again counts as working
-ERROR_LENGTH = 300  # characters
+STEADY_S = 10.0  # after which a restarted task counts as working
+ERROR_LENGTH = 300  # characters: one line of a log
 
 log = logging.getLogger(__name__)
 
-CONTROLLER = "controller"  # without it no training is looked after
+CONTROLLER = "controller"  # without it no training is reconciled
 
 Work = Callable[[], Awaitable[None]]
 
 
 class TaskFailure(Model, frozen=True, omit_defaults=False):
-    """A background task that does not work."""
+    """A background task that fails."""
 
     name: str
     error: str
@@ -60,7 +60,7 @@ class BackgroundTasks:
                 await task
 
     async def keep_running(self, name: str, work: Work) -> None:
-        """Does the work until it returns or this is cancelled; again whenever it dies."""
+        """Runs `work` until it returns or this is cancelled; starts it again when it fails."""
         loop = asyncio.get_running_loop()
         deaths = 0
         try:
@@ -90,11 +90,11 @@ class BackgroundTasks:
         log.error(
             "the background task %r died of %s; it starts again in %g s",
             *(name, text, pause_s),
-            # What is wrong outside is told by its message; a traceback would not help.
+            # For problems outside of atoll the message is enough.
             exc_info=None if isinstance(cause, AtollError | OSError | sqlite3.Error) else error,
         )
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The first error of a group; the others say the same (a missing right, a locked file)."""
+    """The first error of a group; the others are the same (a missing right, a locked file)."""
     return first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,9 +1,8 @@
-"""Delivers messages to webhooks, and tries again with longer and longer pauses.
+"""Delivers messages to webhooks, and retries with growing pauses.
 
-Whoever can change what a name resolves to must not make the control plane reach its own network:
-unless the configuration says that a webhook is private, only addresses of the public internet are
-connected to, the very ones that were checked. No redirect is followed, and of what the other side
-answers only the status is told.
+Somebody who controls a name in DNS must not make the control plane connect to its own network:
+unless a webhook is configured as private, it connects only to addresses of the public internet, and
+to exactly the address that was checked. It follows no redirect and reports only the status.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from atoll.core.webhooks import (
 )
 from atoll.store.outbox import Outbox
 
-TIMEOUT_S = 10.0  # as the Standard Webhooks specification says receivers should answer: in seconds
+TIMEOUT_S = 10.0  # Standard Webhooks asks receivers to answer within seconds
 TRANSLATED = ipaddress.ip_network("64:ff9b::/32")  # to IPv4 addresses, whichever those are
 NOT_PUBLIC = "its host has no address on the public internet: set private = true if that is meant"
-# For others anything, for the group writing: the group of a mounted Secret may read it.
+# Any right of others, and writing by the group: the group of a mounted Secret may read it.
 OPEN_TO_OTHERS = 0o027
-MAX_FILE = 4096  # bytes
+MAX_FILE = 4096  # bytes: a secret has at most 100
 
 log = logging.getLogger(__name__)
 
 
 class DeliveryAnswer(NamedTuple):
-    """How one message was answered. `status` is None where there was no answer."""
+    """How the receiver answered. `status` is None if it did not."""
 
     status: int | None
     error: str = ""
@@ -65,10 +64,10 @@ class DeliveryAnswer(NamedTuple):
 
 
 class Deliverer:
-    """Delivers what waits in an outbox, for each webhook one message after another.
+    """Delivers the messages of an outbox, one after another for each webhook.
 
-    Pauses are measured by the steady clock, and are not stored: after a restart everything that
-    waits is tried at once.
+    Pauses use the monotonic clock and are not stored: after a restart every message is tried at
+    once.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class Deliverer:
                 "POST", url, headers=headers, content=delivery.body, extensions=extensions
             )
             answer = await client.send(request, stream=True)
-            await answer.aclose()  # its body is nobody's business
+            await answer.aclose()  # its body is not read
         return DeliveryAnswer(answer.status_code)
 
 

@@ -1,4 +1,4 @@
-"""The figures of `/metrics`, from what the informer knows at the time of a scrape.
+"""The Prometheus metrics of `/metrics`, computed from the informer at a scrape.
 
 prometheus_client is imported at the first scrape: most local control planes are never scraped.
 """
@@ -18,7 +18,7 @@ LABELS = ["namespace", "training"]
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
-MAX_TRAININGS = 200  # with gauges of their own: the newest that are not over
+MAX_TRAININGS = 200  # the newest active ones: Prometheus pays for every series
 # Gauges of one training: name, help, and the value at a time.
 TRAINING_GAUGES: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
     (
@@ -29,35 +29,35 @@ TRAINING_GAUGES: tuple[tuple[str, str, Callable[[Training, float], float]], ...]
     ("ranks_ready", "Ranks that are ready.", lambda training, now: training.status.world.ready),
     (
         "ranks_target",
-        "Ranks that are wanted.",
+        "Target number of ranks.",
         lambda training, now: training.spec.world_size.target,
     ),
     (
         "ranks_min",
-        "Ranks without which it is not ready.",
+        "Minimum number of ranks.",
         lambda training, now: training.spec.world_size.min,
     ),
     (
         "ranks_stalled",
-        "Ranks that do not move, where stall_s is set.",
+        "Stalled ranks, where a stall timeout is set.",
         lambda training, now: len(training.status.stalled),
     ),
     (
         "ranks_failed",
-        "Ranks that are lost for good.",
+        "Ranks that failed for good.",
         lambda training, now: sum(rank.phase == "Failed" for rank in training.status.ranks),
     ),
-    ("restarts", "Restarts of its ranks.", lambda training, now: _restarts(training)),
+    ("restarts", "Restarts of ranks.", lambda training, now: _restarts(training)),
     (
         "age_seconds",
-        "Seconds since it was stored.",
+        "Seconds since the training was created.",
         lambda training, now: max(0.0, now - training.created_at),
     ),
 )
 METRIC_GAUGES = (
-    ("loss", "The loss reported last, by the lowest rank that reports one."),
-    ("tokens", "The tokens reported last, by the lowest rank that reports some."),
-    ("round", "The newest outer round that is decided."),
+    ("loss", "Newest loss of the lowest rank that reports one."),
+    ("tokens", "Newest token count of the lowest rank that reports one."),
+    ("round", "Newest committed outer round."),
 )
 
 # The figures of REPORTED of a training that are known, by its uid.
@@ -97,7 +97,7 @@ class Gauges:
         newest_metrics: NewestMetrics = lambda uid: {},
         now: float = 0.0,
     ) -> tuple[bytes, str]:
-        """The text and its content type: totals of all, and of a namespace each training."""
+        """The text and its content type: totals of all, and the trainings of a namespace."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
         from prometheus_client.core import CollectorRegistry
 
@@ -125,7 +125,7 @@ class Gauges:
         newest = active[:MAX_TRAININGS]
         yield GaugeMetricFamily(
             "atoll_trainings_without_gauges",
-            f"Trainings that are not over, beyond the {MAX_TRAININGS} newest.",
+            f"Active trainings beyond the {MAX_TRAININGS} newest.",
             len(active) - len(newest),
         )
         for name, text, value_of in TRAINING_GAUGES:
@@ -155,7 +155,7 @@ class Gauges:
         _fill(trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), phases)
         yield trainings
         ranks = GaugeMetricFamily(
-            "atoll_ranks", "Ranks by phase, of trainings that are not over.", labels=["phase"]
+            "atoll_ranks", "Ranks of active trainings by phase.", labels=["phase"]
         )
         by_phase = Counter[str](
             rank.phase
@@ -166,7 +166,7 @@ class Gauges:
         _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), by_phase)
         yield ranks
         yield CounterMetricFamily(
-            "atoll_rank_restarts", "Ranks started again since the start.", self.restarts
+            "atoll_rank_restarts", "Restarts of ranks since the server started.", self.restarts
         )
         buckets, so_far = [], 0
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._buckets, strict=True):
@@ -174,7 +174,7 @@ class Gauges:
             buckets.append((bound, so_far))
         yield HistogramMetricFamily(
             "atoll_reconcile_seconds",
-            "How long one pass over one training took.",
+            "Duration of one reconcile pass over one training.",
             buckets=buckets,
             sum_value=self._sum_s,
         )

@@ -201,11 +201,11 @@ class SQLiteStore:
 
     async def remove(self, training: Training) -> None:
         with self._write(is_stopping=True) as changes:
-            gone = self._db.execute(
+            missing = self._db.execute(
                 "delete from trainings where namespace = ? and name = ? and uid = ?",
                 (*training.key, training.uid),
             ).rowcount
-            if gone:
+            if missing:
                 self._log(training, changes, is_removed=True)
                 for table in ("events", "sources", "attempts"):
                     self._db.execute(f"delete from {table} where uid = ?", (training.uid,))

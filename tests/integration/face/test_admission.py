@@ -1,4 +1,4 @@
-"""Who runs a training that names no executor, and what is refused at both doors."""
+"""Who runs a training that names no executor, and what is refused by both APIs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_without_any_executor_nothing_is_stored(serve: Serve) -> None:
 
 
 WORLD = {"min": 1, "target": 2, "max": 4}
-DOORS = {
+FACES = {
     "/v1/trainings": {"name": "a", "worldSize": WORLD, "command": ["true"]},
     "/deployments": {
         "instanceName": "a",
@@ -89,13 +89,11 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_what_the_executor_will_never_run_is_refused_at_every_door(
-    serve: Serve, limiter: str
-) -> None:
+@pytest.mark.parametrize("face", FACES)
+def test_what_the_executor_will_never_run_is_refused_by_every_api(serve: Serve, face: str) -> None:
     served = serve({"kubernetes": Cluster()})
-    answer = served.http.post(limiter, json=DOORS[limiter])
+    answer = served.http.post(face, json=FACES[face])
     assert (answer.status_code, "expected an image" in answer.text) == (400, True)
     assert served.do(served.store.version()) == 0
-    assert served.http.post(limiter, json={**DOORS[limiter], "image": "x"}).status_code == 201
+    assert served.http.post(face, json={**FACES[face], "image": "x"}).status_code == 201
     assert served.do(served.store.get(("one", "a"))).spec.executor == "kubernetes"

@@ -13,7 +13,7 @@ from atoll.backends.launch import (
     TORCHRUN_VARIABLES,
     WORLD_VARIABLES,
     Meeting,
-    RankPlace,
+    RankLayout,
     render_launch,
 )
 from atoll.core.phase import Phase
@@ -79,7 +79,7 @@ def test_ranks_that_do_not_meet_are_deployed_as_such(served: Served) -> None:
     assert told["backend"] == "none"
     training = served.do(served.store.get(("one", "a")))
     assert training.spec.rendezvous.backend == "none"
-    place = RankPlace("python", "sh", "/code", None, True, "file:///run", Meeting("host", 1))
+    place = RankLayout("python", "sh", "/code", None, True, "file:///run", Meeting("host", 1))
     launch = render_launch(training, place)
     known = {*launch.env, *launch.rank_variables, *launch.size_variables}
     assert not {*WORLD_VARIABLES, *TORCHRUN_VARIABLES} & known

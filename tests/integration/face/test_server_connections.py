@@ -96,7 +96,7 @@ def test_strangers_make_room_for_strangers_and_those_with_a_token_stay(serve: Se
         (watch,) = opened.enter_context(connected(served.url))
         watch.sendall(HEAD.replace(b"trainings", b"trainings/a?watch") + b"\r\n")
         received = b""
-        while b"still here" not in received:
+        while b"heartbeat" not in received:
             received += watch.recv(2**16)
         for stranger in opened.enter_context(connected(served.url, 100))[:50]:
             with contextlib.suppress(ConnectionError):

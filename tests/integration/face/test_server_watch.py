@@ -126,7 +126,7 @@ def test_an_idle_watch_beats_and_ends_at_its_timeout(served: Served) -> None:
     served.create("a")
     with served.http.stream("GET", "/v1/trainings/a?watch&timeout=1") as answer:
         text = b"".join(answer.iter_bytes()).decode()
-    assert text.count(": still here") >= 3
+    assert text.count(": heartbeat") >= 3
 
 
 def test_a_watcher_that_goes_away_is_forgotten(served: Served) -> None:

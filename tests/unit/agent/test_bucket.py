@@ -29,10 +29,10 @@ def test_put_get_list_and_delete(place: Objects) -> None:
     assert place.get("a") is None
     place.put("a", b"1")
     place.put("a", b"2")
-    place.beat("0.0.heartbeat")
+    place.heartbeat("0.0.heartbeat")
     before = place.entries()
     assert sorted(before) == ["0.0.heartbeat", "a"]
-    place.beat("0.0.heartbeat")
+    place.heartbeat("0.0.heartbeat")
     assert place.entries()["0.0.heartbeat"] > before["0.0.heartbeat"]
     place.delete(["a", "b"])
     assert sorted(place.entries()) == ["0.0.heartbeat"]

@@ -168,3 +168,20 @@ def test_a_command_that_is_not_there_is_told_of_as_in_a_shell(tmp_path: Path) ->
 
 def test_bad_usage_is_told(tmp_path: Path) -> None:
     assert run(tmp_path, tmp_path, digest="short").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ([entry("a"), entry("a/b")], "a is a file and a folder"),
+        ([entry("a/b"), entry("a")], "a is a file and a folder"),
+        ([entry("a/b"), entry("a", tarfile.SYMTYPE, "c")], "a is a file and a folder"),
+        ([entry("d/" * 3000 + "f")], "nested too deep"),
+    ],
+)
+def test_an_archive_that_contradicts_itself_is_refused_in_one_line(
+    tmp_path: Path, entries: list[tarfile.TarInfo], reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
+        module.unpack_or_refuse(archive_of(*entries), str(tmp_path / "root"))
+    assert list(tmp_path.iterdir()) == []

@@ -373,7 +373,7 @@ def test_a_folder_is_read_in_one_listing(tmp_path: Path) -> None:
     assert not place.create("a", b"2")
     assert place.get("a") == b"1"
     place.put("a", b"3")
-    place.beat("0.0.heartbeat")
+    place.heartbeat("0.0.heartbeat")
     assert sorted(place.entries()) == ["0.0.heartbeat", "a"]
     place.delete(["a", "a"])
     assert place.get("a") is None

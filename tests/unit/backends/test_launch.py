@@ -16,12 +16,12 @@ from atoll.backends.launch import (
     WORLD_VARIABLES,
     Meeting,
     RankLaunch,
-    RankPlace,
+    RankLayout,
     is_one_host,
     meeting_environment,
     render_launch,
 )
-from atoll.backends.local.executor import rank_place as local_place
+from atoll.backends.local.executor import rank_layout as local_place
 from atoll.backends.local.executor import render_gang
 from atoll.core.spec import RendezvousSpec, Source, WorldSize
 from atoll.core.status import DesiredState
@@ -30,8 +30,12 @@ from tests.unit.backends.kubernetes.kube import Options, training
 DIRECTORY = Path("/state/uid")
 # What a backend knows and another does not.
 OF_LOCAL = {"ATOLL_REPORTS", TOGETHER}
-OF_THE_CLUSTER = {"ATOLL_ATTEMPT"}  # locally the supervisor sets it, with what it alone knows
-DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME", "LOCAL_WORLD_SIZE"}
+# Locally the supervisor sets these for each attempt, with what it alone knows.
+OF_THE_CLUSTER = {"ATOLL_ATTEMPT", "ATOLL_RESULT"}
+DIFFERENT = {
+    *MEETING_VARIABLES,
+    *("ATOLL_RENDEZVOUS_URI", "ATOLL_RESULT", "NODE_NAME", "LOCAL_WORLD_SIZE"),
+}
 
 
 def local_launch(**spec: Any) -> RankLaunch:
@@ -201,7 +205,7 @@ def test_a_torchrun_starts_its_workers_again_with_every_rendezvous() -> None:
         assert meeting["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", backend
 
 
-PLACE = RankPlace(
+PLACE = RankLayout(
     python="py",
     shell="ash",
     source="/s",
@@ -212,7 +216,7 @@ PLACE = RankPlace(
 )
 WITH_ATOLL = PLACE._replace(has_atoll=True, packages="/p")
 ENTRY = ("py", "-m", "atoll.agent.entrypoint")
-COMMANDS: dict[str, tuple[str, RankPlace, list[str]]] = {
+COMMANDS: dict[str, tuple[str, RankLayout, list[str]]] = {
     "script": ("script", PLACE, ["py", "/s/code", "a"]),
     "script with atoll": (
         *("script", WITH_ATOLL),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from atoll.core.lines import RESULT_MARK
 from atoll.core.model import encode
 from atoll.core.ranks import (
     MAX_TEXT_BYTES,
@@ -72,11 +71,3 @@ def test_the_root_cause_gets_its_texts_back_from_the_executor() -> None:
     assert with_texts_of(bare, Observation(ranks=[observed_rank])).exit == exit
     later = replace(observed_rank, attempt=1)
     assert with_texts_of(bare, Observation(ranks=[later])) == bare
-
-
-def test_results_among_the_last_lines_stay_out() -> None:
-    exit = Exit(code=1, at=1.0, reason="Error", log_tail=[f"{RESULT_MARK}0 0 json 0 1 NQ=="])
-    observed_rank = ObservedRank(rank=3, state="exited", attempt=0, exit=exit)
-    seen = with_texts_of(ended(3, 1.0), Observation(ranks=[observed_rank])).exit
-    assert seen is not None
-    assert seen.log_tail == []

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from atoll.diloco import moves
-from atoll.diloco.allreduce.layout import Layout, TensorSpec
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.moves import Moves
 from atoll.diloco.outer import Slot
+from atoll.diloco.packing import TensorSpec
 from atoll.diloco.pieces import Piece
 from atoll.diloco.staging import Staging
 from tests.allreduce.teams import ThreadTeam, thread_team

@@ -8,7 +8,7 @@ import torch
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, presets
-from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.codecs import get_codec
 from atoll.diloco.presets import PRESETS, read_settings
 from atoll.diloco.terms import value_at
 

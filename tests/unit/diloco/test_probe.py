@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from atoll.diloco import probe
-from atoll.diloco.allreduce.layout import Layout, TensorSpec
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.work import Take
 from atoll.diloco.outer import Floats, Fragment, split
+from atoll.diloco.packing import TensorSpec
 
 SIZE = 1000
 

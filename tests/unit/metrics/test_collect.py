@@ -17,8 +17,7 @@ from atoll.core.status import Status, Training
 from atoll.metrics.collect import Collector, FolderReader
 from atoll.metrics.series import COUNT
 from atoll.metrics.store import MetricStore
-from atoll.rounds.follow import RoundFollower
-from atoll.rounds.permit import StoreAccess
+from atoll.rounds.follow import RoundFollower, StoreAccess
 from atoll.store.memory import MemoryStore
 
 

@@ -64,7 +64,7 @@ def test_the_log_is_folded_and_the_series_are_the_same(
 def test_many_trainings_are_read_back_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MAX_HELD", 3)
+    monkeypatch.setattr(store, "MAX_CACHED", 3)
     metric_store = MetricStore(tmp_path / "series.db")
     for number in range(10):
         metric_store.take(f"u{number}", [batch(1, points=number + 1)])

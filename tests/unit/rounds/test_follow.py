@@ -14,8 +14,7 @@ from atoll.core.status import Status, Training
 from atoll.metrics.store import MetricStore
 from atoll.objectstore import ObjectStore
 from atoll.rounds import follow
-from atoll.rounds.follow import FollowedTraining, RoundFollower
-from atoll.rounds.permit import StoreAccess
+from atoll.rounds.follow import FollowedTraining, RoundFollower, StoreAccess
 from tests.unit.rounds.test_manifests import decide, upload
 
 

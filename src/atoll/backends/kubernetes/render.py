@@ -63,7 +63,7 @@ from atoll.backends.launch import (
     TOGETHER,
     Meeting,
     RankLaunch,
-    RankPlace,
+    RankLayout,
     needs_etcd,
     render_launch,
 )
@@ -371,12 +371,12 @@ def etcd_endpoint(training: Training, options: Options) -> str:
     return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
 
 
-def rank_layout(training: Training, options: Options) -> RankPlace:
+def rank_layout(training: Training, options: Options) -> RankLayout:
     etcd = etcd_endpoint(training, options)
     figures, token = _metrics_address(training, options)
     # Without the gate's agent nobody would write the keys.
     mesh = etcd if options.has_gate(training.spec) else ""
-    return RankPlace(
+    return RankLayout(
         python=options.python,
         shell="sh",
         source=SOURCE_DIR,

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.records import Facts
-from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
+from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
 from atoll.backends.local import processes
 from atoll.backends.local.adoption import (
     adopt,
@@ -40,7 +40,7 @@ from atoll.backends.local.bench import LocalBench
 from atoll.backends.local.capacity import Machine
 from atoll.backends.local.devices import Devices, DeviceShare, Held, count_visible, ids_of, present
 from atoll.backends.local.files import GANG
-from atoll.backends.local.idle import Stillness
+from atoll.backends.local.idle import IdleTracker
 from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import UseMeter
 from atoll.backends.local.options import SUPPORTS, LocalOptions
@@ -56,7 +56,7 @@ from atoll.backends.local.rendezvous_view import (
 )
 from atoll.backends.local.reserve import Reserve
 from atoll.backends.local.shortage import waiting_words
-from atoll.backends.local.supervisor_client import RESTORED_S, Supervision
+from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.records import desired_of
 from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.config import options_of
@@ -112,7 +112,7 @@ def render_gang(
     spec, shared = training.spec, None
     if devices is None:
         shared = count_visible(base | spec.nccl_env | spec.env, machine_devices)
-    launch = render_launch(training, rank_place(directory, shared))
+    launch = render_launch(training, rank_layout(directory, shared))
     filled_in = {
         **dict.fromkeys(launch.size_variables, str(spec.world_size.target)),
         **dict.fromkeys(launch.node_variables, host),
@@ -141,9 +141,9 @@ def render_gang(
     }
 
 
-def rank_place(directory: Path, shared_devices: int | None = None) -> RankPlace:
+def rank_layout(directory: Path, shared_devices: int | None = None) -> RankLayout:
     """Where ranks run. Their meeting point is known once the supervisor has leased a port."""
-    return RankPlace(
+    return RankLayout(
         python=sys.executable,
         shell="/bin/sh",
         source=str(directory / "source"),
@@ -182,14 +182,14 @@ class LocalBackend(Executor):
         self._slots = slots
         self._log_bytes = log_bytes
         self._host = socket.gethostname()
-        self._gangs: dict[str, Supervision] = {}
+        self._gangs: dict[str, SupervisorClient] = {}
         self._held: dict[str, int] = {}  # ranks admitted, by training
         self._queue = StartQueue()
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
         self._machine = Machine()
         self._meter = UseMeter()
-        self._stillness = Stillness()
+        self._idle = IdleTracker()
         self._reserve = Reserve(root.parent)
         self._quarantined: list[str] = []  # what is of no known training: a sentence for each
 
@@ -235,7 +235,7 @@ class LocalBackend(Executor):
         snapshot = await store.snapshot()
         stored, uids = {training.uid: training for training in snapshot.active}, snapshot.uids
         for directory in self._directories():
-            gang = Supervision(directory, lambda: None)
+            gang = SupervisorClient(directory, lambda: None)
             try:
                 if is_buried(directory):
                     await self._delete(gang)
@@ -260,7 +260,7 @@ class LocalBackend(Executor):
         """Ends and deletes every gang: for an owner that is gone."""
         for directory in self._directories():
             with contextlib.suppress(Temporary):
-                await self._delete(Supervision(directory, lambda: None))
+                await self._delete(SupervisorClient(directory, lambda: None))
 
     def _directories(self) -> list[Path]:
         """The directories of gangs; empty ones are removed."""
@@ -271,7 +271,7 @@ class LocalBackend(Executor):
                 directory.rmdir()
         return sorted(directory for directory in self._root.iterdir() if directory.is_dir())
 
-    async def _delete(self, gang: Supervision) -> None:
+    async def _delete(self, gang: SupervisorClient) -> None:
         await gang.clear()
         await asyncio.to_thread(delete, gang.directory)
 
@@ -331,7 +331,7 @@ class LocalBackend(Executor):
         except OSError as error:  # of files, most likely
             raise Temporary(waiting_words("look at the ranks", error.strerror)) from error
 
-    def _observed(self, training: Training, gang: Supervision) -> Observation:
+    def _observed(self, training: Training, gang: SupervisorClient) -> Observation:
         is_over, is_led = training.status.phase.is_terminal, False
         if training.status.has_run and (words := self._lost(training, gang)):
             is_led = gang.restore()
@@ -372,7 +372,7 @@ class LocalBackend(Executor):
             at=time_of(facts, boot_id(), time.monotonic()),
         )
 
-    def _lost(self, training: Training, gang: Supervision) -> str:
+    def _lost(self, training: Training, gang: SupervisorClient) -> str:
         """What is amiss with the files of a gang that has run. Those of one that was released are
         gone for good, and its directory is there."""
         is_over = training.status.phase.is_terminal
@@ -380,12 +380,12 @@ class LocalBackend(Executor):
             return ""
         return gang.damage()
 
-    def _quiet_s(self, training: Training, gang: Supervision) -> dict[int, float]:
+    def _quiet_s(self, training: Training, gang: SupervisorClient) -> dict[int, float]:
         """For how long each rank has not moved, if that is asked for."""
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
         running, now = gang.facts.running(), time.monotonic()
-        return self._stillness.idle_s(training.uid, gang.directory, running, now)
+        return self._idle.idle_s(training.uid, gang.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""
@@ -413,7 +413,7 @@ class LocalBackend(Executor):
         self._held.pop(training.uid, None)
         self._devices.keep(training.uid, 0)
         self._queue.remove(training.uid)
-        self._stillness.forget(training.uid)
+        self._idle.forget(training.uid)
         self._wake_next()
         if not self._held:  # others on this host wait for the same keys
             with contextlib.suppress(BackendError):  # an etcd that is down must not delay this
@@ -472,10 +472,10 @@ class LocalBackend(Executor):
         return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     def store_uri(self, training: Training) -> str:
-        return store_uri_of(training.spec, rank_place(self._root / training.uid))
+        return store_uri_of(training.spec, rank_layout(self._root / training.uid))
 
     def metrics_uri(self, training: Training) -> str:
-        return rank_place(self._root / training.uid).figures
+        return rank_layout(self._root / training.uid).figures
 
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
@@ -492,10 +492,10 @@ class LocalBackend(Executor):
     def log_folder(self, training: Training) -> Path:
         return self._root / training.uid / "logs"
 
-    def _gang(self, training: Training) -> Supervision:
+    def _gang(self, training: Training) -> SupervisorClient:
         if training.uid not in self._gangs:
             key = training.key
-            self._gangs[training.uid] = Supervision(
+            self._gangs[training.uid] = SupervisorClient(
                 self._root / training.uid, lambda: self._changed.put_nowait(key)
             )
         return self._gangs[training.uid]
@@ -621,7 +621,7 @@ def _being_restored(words: str) -> Temporary:
     return Temporary(f"{words}; its supervisor writes it again", retry_after_s=RESTORED_S)
 
 
-def _holds(gang: Supervision) -> int:
+def _holds(gang: SupervisorClient) -> int:
     """The number of ranks that a gang has, or may have under its wish."""
     wanted: int = gang.gang().get("size", 0)
     return max([wanted, *(attempt.rank + 1 for attempt in gang.facts.running())])

@@ -24,7 +24,7 @@ class _Look(NamedTuple):
     moved_at: float  # monotonic
 
 
-class Stillness:
+class IdleTracker:
     """Looks at ranks again and again. What it has not looked at before has just moved."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from atoll.backends.local.processes import boot_id
 FORMAT = 2  # of the journal, in its first line
 # How often a supervisor shows that it lives, in the time stamp of its journal. A machine that loses
 # power dates the ends of its ranks by it, so this is what they may be charged too little.
-HEARTBEAT_S = 60.0
+JOURNAL_STAMP_S = 60.0
 
 
 class Anchor(NamedTuple):

@@ -1,6 +1,6 @@
 """Whether the keeper and the supervisor of a gang live, as far as their control plane can tell.
 
-The supervisor sends a beat every second. Silence alone proves nothing: the listener may have been
+The supervisor sends a heartbeat every second. Silence proves nothing: the listener may have been
 stopped, asleep or starved itself, and a supervisor that gets no CPU or waits for a disk is silent
 too. So only listening that went on in time counts, and then /proc decides.
 """
@@ -17,10 +17,10 @@ from typing import NamedTuple
 from atoll.backends.local import processes
 from atoll.backends.local.files import RESTORE
 
-BEAT_S = 1.0
-BEAT = b"h"
+HEARTBEAT_S = 1.0
+HEARTBEAT = b"h"
 GROWN = b"j"  # the journal has
-MISSES = 3  # beats in a row
+MISSES = 3  # heartbeats in a row
 LATE_S = 2.0  # a tick this long after the last one does not count: the listener was held up
 HUNG = 30  # ticks without a sign of life, beyond which a process that does not run is given up
 
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
         return bool(lives) and all(life.is_stopped for life in lives)
 
 
-class Pulse:
+class HeartbeatMonitor:
     """What is heard of one pair, by one listener. `tick` is called every `BEAT_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,10 +60,10 @@ class Pulse:
 
     def hear(self, data: bytes) -> None:
         self._is_heard = True
-        self._has_beaten = self._has_beaten or BEAT in data
+        self._has_beaten = self._has_beaten or HEARTBEAT in data
 
     def tick(self) -> bool:
-        """Whether a beat is missing, so that it is time for a look at the pair."""
+        """Return whether a heartbeat is missing, so that it is time to look at the pair."""
         now, before = self._clock(), self._ticked_at
         self._ticked_at = now
         if self._is_heard or now - before >= LATE_S:

@@ -35,7 +35,11 @@ def check_writable(where: Path) -> None:
         make_private(where)
         probe.write_bytes(bytes(START_BYTES))
     except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "allow it, or set ATOLL_STATE_DIR")
+        remedy = REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            raise Permanent(
+                f"cannot keep state in {where}: {error.strerror}; set ATOLL_STATE_DIR"
+            ) from error
         raise Permanent(
             f"cannot write to {where}: {error.strerror}: {remedy}, then start the control plane "
             "again; running ranks are not affected"

@@ -31,8 +31,8 @@ from atoll.agent.records import (
 )
 from atoll.backends.local import cgroup, processes
 from atoll.backends.local.files import RESTORE, SOCKET, bound_socket, read_gang, write_gang
-from atoll.backends.local.journal import HEARTBEAT_S, JournalWriter, Record
-from atoll.backends.local.liveness import BEAT, BEAT_S, GROWN
+from atoll.backends.local.journal import JOURNAL_STAMP_S, JournalWriter, Record
+from atoll.backends.local.liveness import GROWN, HEARTBEAT, HEARTBEAT_S
 from atoll.backends.local.rank_process import (
     Process,
     attempt_end,
@@ -93,8 +93,8 @@ class Supervisor:
         self._start_at = 0.0  # monotonic; not before, after a shortage
         self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._shortage = ""
-        self._beat_at = 0.0  # monotonic
-        self._signs_at = time.monotonic() + HEARTBEAT_S  # the next sign of life in the journal
+        self._heartbeat_at = 0.0  # monotonic
+        self._signs_at = time.monotonic() + JOURNAL_STAMP_S  # the next sign of life in the journal
         self._rendezvous: Rendezvous | None = None
         self._prepare(is_heir)
 
@@ -140,7 +140,7 @@ class Supervisor:
         if not later and not self._by_pid:
             return False
         ended: list[Process] = []
-        for fd, _ in self._epoll.poll(min([*later, *self._beat(), self._show_life()])):
+        for fd, _ in self._epoll.poll(min([*later, *self._send_heartbeat(), self._show_life()])):
             self._handle(fd, ended)
         if ended:
             self._finish(ended)
@@ -496,7 +496,7 @@ class Supervisor:
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
             client.send(GROWN)  # what was journalled before it was accepted
-            client.send(BEAT)  # from here on, every second
+            client.send(HEARTBEAT)  # from here on, every second
             self._tell_shortage([client])
 
     def _hear(self, fd: int) -> None:
@@ -521,22 +521,22 @@ class Supervisor:
         if self._shortage:
             self._send(SHORT + self._shortage.encode() + b"\n", clients)
 
-    def _beat(self) -> list[float]:
+    def _send_heartbeat(self) -> list[float]:
         """Tells clients every second that it lives. Returns in how many seconds the next is due."""
         if not self._clients:
             return []
         now = time.monotonic()
-        if now >= self._beat_at:
-            self._send(BEAT, self._clients.values())
-            self._beat_at = now + BEAT_S
-        return [self._beat_at - now]
+        if now >= self._heartbeat_at:
+            self._send(HEARTBEAT, self._clients.values())
+            self._heartbeat_at = now + HEARTBEAT_S
+        return [self._heartbeat_at - now]
 
     def _show_life(self) -> float:
         """A sign of life in the journal now and then. Returns in how many seconds it is due."""
         now = time.monotonic()
         if now >= self._signs_at:
             self._journal.heartbeat()
-            self._signs_at = now + HEARTBEAT_S
+            self._signs_at = now + JOURNAL_STAMP_S
         return self._signs_at - now
 
     def _send(self, data: bytes, clients: Iterable[socket.socket]) -> None:
@@ -554,7 +554,7 @@ class Supervisor:
             return self._journal.now()
         latest = self._journal.last_alive_at()
         if self._journal.is_of_this_boot():
-            latest = min(self._end_of(attempt), latest + HEARTBEAT_S)
+            latest = min(self._end_of(attempt), latest + JOURNAL_STAMP_S)
         return max(latest, attempt.started_at or 0.0)
 
     def _end_of(self, attempt: AttemptFacts) -> float:

@@ -36,10 +36,10 @@ from atoll.backends.local.journal import (
     is_salvageable,
 )
 from atoll.backends.local.liveness import (
-    BEAT,
-    BEAT_S,
     GROWN,
-    Pulse,
+    HEARTBEAT,
+    HEARTBEAT_S,
+    HeartbeatMonitor,
     ask_to_restore,
     pair_of,
     send,
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 _shims: list[subprocess.Popen[bytes]] = []  # of all gangs: children of this process, to be reaped
 
 
-class Supervision:
+class SupervisorClient:
     """One gang's files and shim. Nobody else writes its `gang.json`."""
 
     def __init__(self, directory: Path, notify: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class Supervision:
         self._line: socket.socket | None = None
         self._news = asyncio.Event()
         self._buffer = b""
-        self._pulse = Pulse()
+        self._pulse = HeartbeatMonitor()
         self._ticking: asyncio.TimerHandle | None = None
         self._ends: dict[str, float] = {}  # ranks seen dead while their supervisor was silent
         self._shim: subprocess.Popen[bytes] | None = None
@@ -276,16 +276,16 @@ class Supervision:
         except OSError:
             line.close()
             return False
-        self._line, self._buffer, self._pulse = line, b"", Pulse()
+        self._line, self._buffer, self._pulse = line, b"", HeartbeatMonitor()
         self._unheard_since = None
         loop = asyncio.get_running_loop()
         loop.add_reader(line, self._hear)
-        self._ticking = loop.call_later(BEAT_S, self._tick)
+        self._ticking = loop.call_later(HEARTBEAT_S, self._tick)
         self._say()  # what was done to its files meanwhile is undone
         return True
 
     def _hear(self) -> None:
-        """A beat, the word that the journal has grown, or a line of what is short."""
+        """Read heartbeats, notices that the journal has grown, and lines about shortages."""
         assert self._line is not None
         try:
             data = self._line.recv(4096)
@@ -307,15 +307,15 @@ class Supervision:
                 if not end:
                     break
                 self.shortage = text.decode(errors="replace")
-            is_news = is_news or word != BEAT
+            is_news = is_news or word != HEARTBEAT
             self._buffer = rest
         if is_news:
             self._news.set()
             self._notify()
 
     def _tick(self) -> None:
-        """Looks at the pair whenever a beat is missing."""
-        self._ticking = asyncio.get_running_loop().call_later(BEAT_S, self._tick)
+        """Judge watchdog and supervisor whenever a heartbeat is missing."""
+        self._ticking = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._tick)
         if not self._pulse.tick():
             self._ends.clear()
             return

@@ -20,7 +20,7 @@ from typing import Any
 from atoll.agent.bundle import FILE, wrapper_file
 from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.wrapper import Folder, code_root
-from atoll.backends.launch import RankPlace
+from atoll.backends.launch import RankLayout
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import AttemptKey, JobState, Timing
 from atoll.backends.results import RESULTS
@@ -184,10 +184,10 @@ class SlurmBackend(RecordedBackend):
     def result_store(self, training: Training) -> Folder:
         return Folder(str(self.folder_of(training) / RESULTS))
 
-    def rank_place(self, training: Training) -> RankPlace:
+    def rank_layout(self, training: Training) -> RankLayout:
         folder = self.folder_of(training)
         is_own = self.options.container is None and self.python == sys.executable
-        return RankPlace(
+        return RankLayout(
             python=self.python if self.options.container is None else "python3",
             shell="/bin/sh",
             source=str(folder / "source"),

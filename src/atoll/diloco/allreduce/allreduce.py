@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from atoll.core.errors import BackendError, DistributedError, ValidationError
+from atoll.diloco import packing
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
@@ -28,11 +29,10 @@ from atoll.diloco.allreduce.arguments import (
     read_weight,
 )
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
-from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange, run_as_one
 from atoll.diloco.allreduce.feedback import Feedback
 from atoll.diloco.allreduce.keys import COMPLETE, Keys, part_of
-from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest, PastRound
 from atoll.diloco.allreduce.note import UploadHeader
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
@@ -61,6 +61,8 @@ from atoll.diloco.allreduce.work import (
     is_counted,
     settle_failed,
 )
+from atoll.diloco.codecs import Codec, get_codec
+from atoll.diloco.packing import Vector
 from atoll.objectstore import ObjectStore, Traffic
 
 log = logging.getLogger("atoll.allreduce")
@@ -185,17 +187,17 @@ class ObjectStoreAllReduce:
         if self.team.processes > 1:
             raise ValidationError("tensors", len(tensors), "a process of several has a share only")
         tensors, out, is_one = as_lists(tensors, out)
-        arrays = layouts.as_arrays(tensors)
+        arrays = packing.as_arrays(tensors)
         layout, weight = self.describe(arrays, name), read_weight(weight)
         if out is not None:
-            layouts.check_out(out, arrays)
+            packing.check_out(out, arrays)
         is_plain = self.codec.is_exact and self.down_codec.is_exact and not self.carries
         with self._lock:
             payload, feedback = self._load(layout)
             work = TensorWork.of(payload, feedback, weight, arrays, out, is_plain=is_plain)
             self._allreduce(work)
         assert (mean := work.out) is not None
-        means = layouts.unflatten(mean, arrays) if out is None else layouts.fill(mean, out)
+        means = packing.unflatten(mean, arrays) if out is None else packing.fill(mean, out)
         return means[0] if is_one else means
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:

@@ -19,11 +19,12 @@ from atoll.diloco.allreduce import past, wire
 from atoll.diloco.allreduce.exchange import Abandoned, Exchange
 from atoll.diloco.allreduce.feedback import Entry
 from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
-from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.pace import poll_pause
 from atoll.diloco.allreduce.settle import Decider
 from atoll.diloco.allreduce.team import Team, lead, together
+from atoll.diloco.packing import Vector
 from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")

@@ -21,13 +21,10 @@ import numpy as np
 
 from atoll.core.errors import DistributedError, NotFound
 from atoll.diloco.allreduce import wire
-from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.feedback import Feedback, add_residual, set_left_out
 from atoll.diloco.allreduce.keys import Keys, parse_round
-from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.manifest import Manifest, blamed_uploads
 from atoll.diloco.allreduce.pace import History
-from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.sections import Sections, WeightedMean
 from atoll.diloco.allreduce.settle import Me
 from atoll.diloco.allreduce.share import Cells, Share, carried
@@ -39,6 +36,9 @@ from atoll.diloco.allreduce.upload import (
     encode_cell,
     seal_plain,
 )
+from atoll.diloco.codecs import Codec
+from atoll.diloco.packing import Vector
+from atoll.diloco.pool import CORES, each
 from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.share import Share
+from atoll.diloco.packing import Vector
 
 
 def set_left_out(out: Vector, values: Vector, sent: Vector) -> None:

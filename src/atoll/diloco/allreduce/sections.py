@@ -9,11 +9,11 @@ from concurrent.futures import Executor, Future
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.manifest import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.allreduce.upload import RUN, Section, run_size, runs_of
+from atoll.diloco.codecs import Codec
+from atoll.diloco.packing import Vector
 from atoll.objectstore import ObjectStore
 
 BLOCK = 1 << 16  # values; so many sums stay in the cache

@@ -19,7 +19,6 @@ import msgspec
 from atoll.core.errors import BackendError, BelowMinimumWorld, NotFound, Permanent, ValidationError
 from atoll.diloco.allreduce import manifest as manifests
 from atoll.diloco.allreduce import past, wire
-from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.keys import Keys, UploadName, parse_left, parse_round, parse_upload
 from atoll.diloco.allreduce.layout import Layout, difference
 from atoll.diloco.allreduce.manifest import MANIFEST, Manifest, Member, PastRound
@@ -36,6 +35,7 @@ from atoll.diloco.allreduce.note import (
 from atoll.diloco.allreduce.pace import History
 from atoll.diloco.allreduce.start import Start
 from atoll.diloco.allreduce.upload import DamagedUpload, read_footer
+from atoll.diloco.codecs import Codec
 from atoll.objectstore import ObjectStore
 
 log = logging.getLogger("atoll.allreduce")

@@ -14,13 +14,14 @@ import numpy as np
 
 from atoll.core.errors import NotFound, ValidationError
 from atoll.diloco.allreduce import wire
-from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.feedback import add_residual, set_left_out
 from atoll.diloco.allreduce.keys import part_of
-from atoll.diloco.allreduce.layout import Layout, Vector, tensor_at
+from atoll.diloco.allreduce.layout import Layout, tensor_at
 from atoll.diloco.allreduce.manifest import Member
-from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.share import Cells, Share
+from atoll.diloco.codecs import Codec
+from atoll.diloco.packing import Vector
+from atoll.diloco.pool import CORES, each
 from atoll.objectstore import ObjectStore
 
 RUN = 1 << 17  # values of a shard that are in memory at a time

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from atoll.diloco import packing
 from atoll.diloco.allreduce import catchup
-from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.exchange import Exchange
 from atoll.diloco.allreduce.feedback import Entry, Feedback, add_residual
-from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import UploadHeader
 from atoll.diloco.allreduce.team import together
 from atoll.diloco.allreduce.upload import Payload
+from atoll.diloco.packing import Vector
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -110,15 +111,15 @@ class TensorWork(Work):
         """`is_plain`: nothing is ever added to the values. So they are sent from where they lie,
         if that is one piece of memory, and the mean is made in `out` if that is one.
         """
-        vector = layouts.as_vector(tensors) if is_plain and feedback.up is None else None
+        vector = packing.as_vector(tensors) if is_plain and feedback.up is None else None
         payload.hold(vector)
         if vector is None:
-            layouts.flatten(tensors, payload.row)
+            packing.flatten(tensors, payload.row)
             payload.add(feedback.up)
-        room = None if out is None else layouts.as_vector(out)
+        room = None if out is None else packing.as_vector(out)
         if room is None and out is not None:
-            layouts.refuse_shared(out)
-        if room is not None and not layouts.are_apart(room, tensors):
+            packing.refuse_shared(out)
+        if room is not None and not packing.are_apart(room, tensors):
             room = None
         if room is None and out is not None and is_plain:
             room = payload.spare
@@ -128,7 +129,7 @@ class TensorWork(Work):
 
     def bring_back(self) -> None:
         if self.out is self.payload.row:
-            layouts.flatten(self.tensors, self.payload.row)
+            packing.flatten(self.tensors, self.payload.row)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from atoll.core.errors import BackendError, BelowMinimumWorld, DistributedError, ValidationError
-from atoll.diloco.allreduce import layout as tensors_of
+from atoll.diloco import packing
 from atoll.diloco.allreduce.arguments import (
     MAX_REPLICAS,
     MAX_ROUNDS,
@@ -30,12 +30,13 @@ from atoll.diloco.allreduce.arguments import (
     read_run_id,
     read_weight,
 )
-from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.start import read_start
+from atoll.diloco.codecs import Codec, get_codec
+from atoll.diloco.packing import Vector
 from atoll.diloco.round.cells import bytes_of, checksum
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import DROPPED, BelowMinimum, Offer, RoundConfig, RoundResult, Stuck
-from atoll.diloco.round.layout import Cut, RunLayout, Share, TensorSpec, Vector
+from atoll.diloco.round.layout import Cut, RunLayout, Share
 from atoll.diloco.round.objects import DONE, FAILED
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
@@ -210,21 +211,20 @@ class ObjectStoreAllReduce:
         when no quorum came within the timeout, ValidationError when the replicas' tensors differ.
         """
         tensors, out, is_one = as_lists(tensors, out)
-        arrays = tensors_of.as_arrays(tensors)
+        arrays = packing.as_arrays(tensors)
         layout, weight = self._describe(arrays), read_weight(weight)
         if out is not None:
-            tensors_of.check_out(out, arrays)
-            tensors_of.refuse_shared(out)
+            packing.check_out(out, arrays)
+            packing.refuse_shared(out)
         with self._lock:
             if self._is_closed:
                 raise DistributedError("this all-reduce is closed: make another one")
             mean = self._reduce(name, layout, arrays, weight, out)
-        means = tensors_of.unflatten(mean, arrays) if out is None else tensors_of.fill(mean, out)
+        means = packing.unflatten(mean, arrays) if out is None else packing.fill(mean, out)
         return means[0] if is_one else means
 
     def _describe(self, arrays: Sequence[Any]) -> RunLayout:
-        old = tensors_of.describe(arrays, shards=1, codec="fp32", down_codec="fp32", name="")
-        specs = tuple(TensorSpec(spec.dtype, spec.shape) for spec in old.tensors)
+        specs = packing.describe_tensors(arrays)
         return RunLayout((specs,), self.world_size, self.codec.name, self.mean_codec.name, OUTER)
 
     def _reduce(
@@ -256,8 +256,8 @@ class ObjectStoreAllReduce:
 
     def _find_room(self, stream: _Stream, arrays: Sequence[Any], out: Any) -> Vector:
         """Memory for the mean: that of `out`, if it is one row that no tensor lies in."""
-        vector = None if out is None else tensors_of.as_vector(out)
-        if vector is not None and tensors_of.are_apart(vector, arrays):
+        vector = None if out is None else packing.as_vector(out)
+        if vector is not None and packing.are_apart(vector, arrays):
             return vector
         return np.empty(stream.fragment.share.size, np.float32)
 
@@ -303,7 +303,15 @@ class ObjectStoreAllReduce:
             raise DistributedError(str(problem)) from problem
 
     def _offer(self, stream: _Stream, arrays: Sequence[Any], weight: float) -> RoundResult:
-        stream.fragment.bring(lambda row: tensors_of.flatten(arrays, row))
+        fragment, start = stream.fragment, 0
+        if fragment.is_clear:
+            fragment.fill(lambda row: packing.flatten(arrays, row))
+        else:  # tensor by tensor: a second row would be as large as all of them
+            for array in arrays:
+                values = np.empty(math.prod(array.shape), np.float32)
+                packing.flatten([array], values)
+                fragment.add(start, values)
+                start += values.size
         return self._translate(lambda: stream.driver.run(Offer(weight, steps=1)))
 
     def _check_finite(self, arrays: Sequence[Any]) -> None:
@@ -312,7 +320,7 @@ class ObjectStoreAllReduce:
             return
         for index, array in enumerate(arrays):
             values = np.empty(math.prod(array.shape), np.float32)
-            tensors_of.flatten([array], values)
+            packing.flatten([array], values)
             if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):
                 bad = float(values[~np.isfinite(values)][0])
                 codecs = f"codecs {self.codec.name!r}, {self.mean_codec.name!r}"
@@ -376,7 +384,7 @@ class ObjectStoreAllReduce:
 
 def _checksum(arrays: Sequence[Any], size: int) -> int:
     values = np.empty(size, np.float32)
-    tensors_of.flatten(arrays, values)
+    packing.flatten(arrays, values)
     return checksum(bytes_of(values))
 
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.round.layout import Vector, offsets
+from atoll.diloco.codecs import Codec
+from atoll.diloco.packing import Vector
+from atoll.diloco.round.layout import offsets
 from atoll.objectstore import ObjectStore, RangeReader
 
 Buffer = bytes | bytearray | memoryview

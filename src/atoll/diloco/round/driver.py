@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from atoll.core.errors import BackendError, DistributedError, NotFound
-from atoll.diloco.allreduce.pool import each
 from atoll.diloco.data.ledger import Ledger
+from atoll.diloco.pool import each
 from atoll.diloco.round import effects as fx
 from atoll.diloco.round import objects
 from atoll.diloco.round.layout import RunLayout

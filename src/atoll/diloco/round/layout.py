@@ -8,39 +8,21 @@ size, world and codecs alone, so replicas of any number of processes read each o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from atoll.diloco.allreduce.codecs import Codec
+from atoll.diloco.codecs import Codec
+from atoll.diloco.packing import TensorSpec
 from atoll.diloco.round.objects import digest, encode
-
-Vector = NDArray[np.float32]
 
 # Values; a multiple of every codec's blocks, so that cells do not change what a codec makes.
 UNIT = 4096
 # Of a shard: its table is then 48 KiB. Cells are of 512 KiB up to 2 GiB a shard, so that buffers of
 # one cell a member stay small.
 MAX_CELLS = 4096
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """The type and the shape of one tensor of a fragment."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 class RunLayout(msgspec.Struct, frozen=True, dict=True):

@@ -17,10 +17,11 @@ import numpy as np
 
 from atoll.core.errors import NotFound, ValidationError
 from atoll.core.model import json_decoder
-from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.codecs import get_codec
+from atoll.diloco.packing import Vector
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round.cells import Buffer, CellReader, Damaged
-from atoll.diloco.round.layout import RunLayout, Vector
+from atoll.diloco.round.layout import RunLayout
 from atoll.diloco.round.objects import Checkpoint, piece_key
 from atoll.diloco.round.reduce import Fragment
 from atoll.objectstore import ObjectStore, RangeReader

@@ -26,14 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import NotFound
-from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.pool import CORES, each
+from atoll.diloco.codecs import Codec
 from atoll.diloco.data.ranges import Ranges
+from atoll.diloco.packing import Vector
+from atoll.diloco.pool import CORES, each
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round import objects
 from atoll.diloco.round.cells import Buffer, CellReader, Damaged, encode_cell, is_plain
 from atoll.diloco.round.effects import FOREIGN
-from atoll.diloco.round.layout import Share, Vector, offsets, overlap
+from atoll.diloco.round.layout import Share, offsets, overlap
 from atoll.diloco.round.objects import DIRECT, Manifest, MeanHeader, Member, Outcome, UploadHeader
 from atoll.objectstore import ObjectStore, RangeReader
 
@@ -89,21 +90,23 @@ class Fragment:
         self._is_clear = True
         self.forget_upload()
 
-    def bring(self, write: Callable[[Vector], None]) -> None:
-        """Add what `write` writes into a whole row, before its upload."""
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing is owed, so that `fill` may write the row."""
+        return self._is_clear
+
+    def fill(self, write: Callable[[Vector], None]) -> None:
+        """Let `write` write a whole row that is clear, before its upload: saves a copy of it."""
+        assert self._is_clear, "something is owed: add to it"
         self.forget_upload()
-        if self._is_clear:
-            write(self._row)
-            self._is_clear = False
-        else:
-            values = np.empty_like(self._row)
-            write(values)
-            add_to_row(self._row, values)
+        write(self._row)
+        self._is_clear = False
 
     def add(self, start: int, values: Vector) -> None:
-        """Add values to the row from `start` on, before its upload."""
+        """Add values to the row from `start` on, before its upload. Call it for parts of it: a
+        pseudo-gradient need not exist as a whole."""
         if self._is_clear and values.size == self._row.size:
-            self.bring(lambda row: np.copyto(row, values))
+            self.fill(lambda row: np.copyto(row, values))
             return
         self.forget_upload()
         add_to_row(self.row[start : start + values.size], values)
@@ -530,6 +533,10 @@ class ReplicaValues:
         member = manifest.member(rank)
         me = manifest.member(self.rank)
         assert member is not None
+        direct = self._direct
+        is_read = direct is not None and direct.count == len(fragment.share.cells)
+        if is_read and rank != self.rank and direct is not None and rank in direct.ranks:
+            return True  # stepped with every cell of it, in this very round
         counted = [m for m in manifest.members if m.weight]
         others = [m.rank for m in counted if m.rank != self.rank]
         is_step = (

@@ -1,4 +1,4 @@
-"""Answers and errors in the form the basilica-sdk client reads: bodies, codes, headers."""
+"""Answers and errors in the format of the basilica-sdk client: bodies, codes, headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atoll.server.http.operations import JSON, Answer
 from atoll.server.http.problems import status_of
 
 CLOSE = {"Connection": "close"}
-# Parts of the Basilica platform that atoll does not have, by the path they live under.
+# Parts of the Basilica platform that atoll does not have, by path.
 UNSUPPORTED: dict[str, str] = {
     "/rentals": "rentals: atoll runs trainings on machines you have, it does not rent any",
     "/nodes": "nodes: atoll runs trainings on machines you have, it does not rent any",
@@ -30,8 +30,8 @@ UNSUPPORTED: dict[str, str] = {
     "/billing": "billing: nothing is charged; `atoll status` shows what a training has used",
     "/rl": "reinforcement-learning clusters",
     "/deployments/{name}/share-token": "share links: a token is good for its whole namespace",
-    "/deployments/{name}/enroll-metadata": "public metadata: nothing is error_code without a token",
-    "/public": "public metadata: nothing is error_code without a token",
+    "/deployments/{name}/enroll-metadata": "public metadata: every request needs a token",
+    "/public": "public metadata: every request needs a token",
 }
 
 log = logging.getLogger(__name__)

@@ -55,9 +55,9 @@ from atoll.server.http.operations import (
 
 ONE = "/deployments/{name}"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-FOLLOW_LIMIT_S = 1150.0  # the client gives up, and loses all it has read, after 1200
-REMOVAL_S = 60.0
-SETTLE_S = 1.0
+FOLLOW_LIMIT_S = 1150.0  # the client drops the whole answer after 1200 s
+REMOVAL_S = 60.0  # ranks have 10 s to stop, a pod 30 s
+SETTLE_S = 1.0  # of the 5 s between two polls of the client
 
 
 class DeploymentLogQuery(Query, frozen=True):
@@ -130,7 +130,7 @@ async def _create_from(call: ApiCall, body: bytes) -> Answer:
 
 
 async def _create(store: Store, training: Training) -> Training:
-    """The stored training. Waits while an older one of that name is being removed."""
+    """Stores the training; waits while an older one of that name is being deleted."""
     deadline = time.monotonic() + REMOVAL_S
     while True:
         try:
@@ -146,10 +146,8 @@ async def _create(store: Store, training: Training) -> Training:
 
 
 async def _settled(store: Store, training: Training) -> Training:
-    """The training once it has what was asked for, at most `SETTLE_S` later.
-
-    The client polls only every 5 s, so an answer that is already settled saves it a wait.
-    """
+    """Waits up to `SETTLE_S` for the requested world: the client polls only every 5 s, and an
+    answer that is already settled saves it a wait."""
     if is_settled(training):
         return training
     try:
@@ -190,7 +188,7 @@ async def _until_deleted(store: Store, key: Key, deadline: float) -> None:
                 except Gone:
                     continue
     except TimeoutError:
-        raise Temporary(f"{key[1]!r} is still being removed: try again") from None
+        raise Temporary(f"{key[1]!r} is still being deleted: try again") from None
 
 
 def rendezvous_of(backend: str, executor: str | None) -> str:
@@ -224,12 +222,12 @@ async def scale(call: ApiCall) -> Answer:
 
 async def delete(call: ApiCall) -> Answer:
     await trainings.delete(call)
-    message = "the ranks are being stopped, then the record is removed"
+    message = "the ranks are being stopped, then the record is deleted"
     return answer({"instanceName": call.name, "state": "Terminating", "message": message})
 
 
 async def restart(call: ApiCall) -> Answer:
-    """Removes the training and, once it is gone, creates it again from the same spec."""
+    """Deletes the training, then creates it again from the same spec."""
     store = call.plane.store
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:

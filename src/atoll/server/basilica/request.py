@@ -1,6 +1,6 @@
-"""What the basilica-sdk client sends, and the training it asks for. Pure.
+"""Requests of the basilica-sdk client, and the trainings they describe. Pure.
 
-An unknown field is refused, so that nothing a user asks for is silently dropped.
+Unknown fields are refused, so that nothing in a request is silently dropped.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ FIELDS = {
 
 
 def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> TrainingSpec:
-    """The training the request asks for. `backend` is the rendezvous backend in use.
+    """The spec of the requested training. `backend` is the rendezvous backend in use.
 
     `ttlSeconds` limits the run, as on the Basilica platform; the record is then kept for as long
     again, so that nobody waits for a training and finds it deleted.

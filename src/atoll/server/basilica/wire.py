@@ -17,7 +17,7 @@ from atoll.core.status import BenchStatus, Event, RankStatus, Status, Training, 
 
 Json = dict[str, Any]
 
-UNKNOWN_EXIT = -1  # the client takes only whole numbers, and 0 would be a lie
+UNKNOWN_EXIT = -1  # the client accepts only integers, and 0 would mean success
 GBIT_PER_GBYTE = 8.0
 
 STATES: dict[Phase, str] = {
@@ -28,14 +28,14 @@ STATES: dict[Phase, str] = {
     Phase.FAILED: "Failed",
     Phase.CANCELLED: "Cancelled",
 }
-RANK_PHASES = {"Stopped": "Failed"}  # the client knows no such phase
+RANK_PHASES = {"Stopped": "Failed"}  # the client does not know this phase
 CONTAINER_STATES = {"Pending": "waiting", "Running": "running"}
 DEFAULT_PORTS = {"etcd-v2": 2379, "c10d": 29_400, "static": 29_400, "none": 29_400}
 OUTCOMES = {"Succeeded": "success", "Failed": "error", "TimedOut": "timeout", "Skipped": "skipped"}
 
 
 def deployment(training: Training) -> Json:
-    """The whole answer of create, get, scale and restart."""
+    """The answer of create, get, scale and restart."""
     status = training.status
     ranks = status.ranks
     answer = {
@@ -56,7 +56,7 @@ def deployment(training: Training) -> Json:
 
 
 def _message(status: Status) -> str:
-    """The status message; for a failure with its reason, which has no field of its own here."""
+    """The status message; a failure begins with its reason, which has no field here."""
     if status.phase is Phase.FAILED and status.reason:
         return f"{status.reason}: {describe_phase(status)}"
     return status.message

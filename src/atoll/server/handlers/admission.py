@@ -19,28 +19,30 @@ from atoll.core.support import describe_unsupported, unsupported_fields
 if TYPE_CHECKING:
     from atoll.server.http.operations import Plane
 
-PROBE_S = 3.0
+PROBE_S = 3.0  # `atoll executors` waits for it: longer feels broken
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a control plane was started with."""
+    """How a control plane was started: its executors and its configuration file."""
 
     kinds: Mapping[str, str] = field(default_factory=dict)
-    unusable: Mapping[str, str] = field(default_factory=dict)  # configured, but not usable: why
+    unusable: Mapping[str, str] = field(
+        default_factory=dict
+    )  # configured, but not usable: the reason
     default: str | None = None
-    # The one namespace of an executor that cannot keep the ranks of several apart.
+    # By executor: its one namespace, where it cannot isolate the ranks of several.
     only: Mapping[str, str] = field(default_factory=dict)
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
-    notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
-    # Since when statuses cannot be written, and why; None where they can.
+    notes: Callable[[], Sequence[str]] = lambda: ()  # further messages about the executors
+    # Since when statuses cannot be written, and the reason; None if they can.
     stale: Callable[[], tuple[float, str] | None] = lambda: None
-    new_token: str = "atoll token create"  # how a token is made for this control plane
-    restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
+    new_token: str = "atoll token create"  # the command that makes a token here
+    restart: str = ""  # how to restart with a new file; empty if that is not possible
 
     def default_of(self, executors: Mapping[str, Executor]) -> str | None:
-        """The executor of a training that names none: `local` if there is one, else the first."""
+        """The executor of a training without one: `local` if it is configured, else the first."""
         if self.default is not None:
             return self.default
         return LOCAL if LOCAL in executors else next(iter(executors), None)
@@ -57,7 +59,7 @@ class Setup:
         return f"{text}; it was started {origin}{changed}; to start it anew, {self.restart}"
 
     def check_namespace(self, name: str | None, namespace: str) -> None:
-        """Raises ValidationError where ranks of this namespace would not be kept from others'."""
+        """Raises ValidationError if the executor cannot isolate ranks of this namespace."""
         owner = self.only.get(name or "", namespace)
         if namespace != owner:
             raise ValidationError(
@@ -69,24 +71,24 @@ class Setup:
             )
 
     def message(self) -> str:
-        """A note for readers of the list; empty if there is nothing to say."""
+        """A message for readers of the list of executors; may be empty."""
         changed = f"{self.config} has changed since the control plane was started: {self.restart}"
         return "\n".join([*([changed] if self.is_changed() else []), *self.notes()])
 
 
 def default_executor(plane: Plane) -> str | None:
-    """The executor of a training that names none."""
+    """The executor of a training without one."""
     return plane.setup.default_of(plane.executors)
 
 
 def admit(
     spec: TrainingSpec, plane: Plane, namespace: str, *, is_code_stored: bool = False
 ) -> TrainingSpec:
-    """The spec to store, with its executor named. Raises ValidationError if none accepts it, and
-    TooLarge. `is_code_stored`: its code may be a digest, as a training of this namespace has it."""
+    """Returns the spec to store, with its executor. Raises ValidationError if that refuses it, and
+    TooLarge. With `is_code_stored`, the code may be a digest of a training in this namespace."""
     check_spec_size(spec)
     is_digest = spec.code is not None and spec.code.is_digest
-    if is_digest and not is_code_stored:  # it may be of somebody else's training
+    if is_digest and not is_code_stored:  # it may be the code of another namespace
         raise ValidationError("code.content", "a digest", "expected the archive itself")
     name = default_executor(plane) if spec.executor is None else spec.executor
     executor = plane.executors.get(name or "")
@@ -99,19 +101,19 @@ def admit(
 
 
 def unsupported_message(training: Training, plane: Plane) -> str:
-    """What of its spec has no effect with its executor, in one line; empty if that is nothing."""
+    """Names the fields of the spec that its executor ignores, in one line; empty if none."""
     executor = plane.executors[training.executor]
     fields = unsupported_fields(training.spec, executor.SUPPORTS, executor.options)
     return describe_unsupported(training.executor, fields)
 
 
 async def check_backend(spec: TrainingSpec, plane: Plane, namespace: str) -> None:
-    """Raises ValidationError if the backend itself says that it will never take the spec."""
+    """Raises ValidationError if the backend will never accept the spec."""
     await plane.executors[spec.executor or ""].dry_run(spec, namespace)
 
 
 async def check_run(spec: TrainingSpec, plane: Plane, namespace: str) -> None:
-    """Raises Conflict if the run of the spec is that of a training which has not ended."""
+    """Raises Conflict if an active training uses the same run_id."""
     if spec.run_id is None:
         return
     for other in (await plane.store.snapshot()).active:
@@ -127,7 +129,7 @@ async def check_run(spec: TrainingSpec, plane: Plane, namespace: str) -> None:
 
 
 def check_growth(training: Training, spec: TrainingSpec, plane: Plane) -> None:
-    """Lets the executor refuse more ranks than it can ever hold. Raises ValidationError."""
+    """Raises ValidationError if the executor can never hold so many ranks."""
     executor = plane.executors.get(training.executor)
     is_larger = spec.world_size.target > training.spec.world_size.target
     if is_larger and executor is not None:
@@ -135,7 +137,7 @@ def check_growth(training: Training, spec: TrainingSpec, plane: Plane) -> None:
 
 
 def executor_of(training: Training, plane: Plane) -> Executor:
-    """The executor that has the ranks and logs of a training. Raises Temporary without it."""
+    """The executor of a training. Raises Temporary if this control plane does not have it."""
     executor = plane.executors.get(training.executor)
     if executor is None:
         error = plane.setup.refusal(training.executor, plane.executors)
@@ -144,7 +146,7 @@ def executor_of(training: Training, plane: Plane) -> Executor:
 
 
 async def probe_executors(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:
-    """The status of every executor. All are probed at once, and each has `PROBE_S` to answer."""
+    """Probes all executors at once; each has `PROBE_S` to answer."""
     default = setup.default_of(executors)
     reasons = await asyncio.gather(*(_probe_error(executor) for executor in executors.values()))
     errors = {**dict(zip(executors, reasons, strict=True)), **setup.unusable}
@@ -162,7 +164,7 @@ async def probe_executors(executors: Mapping[str, Executor], setup: Setup) -> Ex
 
 
 async def _probe_error(executor: Executor) -> str:
-    """Why the executor is not reachable, in one line; empty if it answers."""
+    """The reason why an executor cannot be reached, in one line; empty if it answers."""
     try:
         async with asyncio.timeout(PROBE_S):
             await executor.probe()

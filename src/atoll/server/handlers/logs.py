@@ -1,4 +1,4 @@
-"""Logs over HTTP: all of them, followed, since a time, around a place, and searched."""
+"""Logs over HTTP: read, follow, search, since a time, around an offset."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from atoll.core.status import LogLine, LogMatch, Training
 from atoll.logs.files import offsets_since
 from atoll.logs.search import LogSearch, lines_around
 from atoll.server.handlers.admission import executor_of
-from atoll.server.handlers.reports import ReportQuery, training_of
+from atoll.server.handlers.trainings import UidQuery, training_of
 from atoll.server.http.operations import NDJSON, Answer, ApiCall, stream_answer
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-MAX_HITS = 1000
+MAX_HITS = 1000  # of one search: clients page on with `offsets`
 
 Offset = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Timestamp = Annotated[float, Meta(ge=0, le=1e12)]
@@ -37,13 +37,13 @@ Offsets = Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,19}(,[0-9]{1,10}:[0-
 
 
 class LogOffsets(Model, frozen=True):
-    """The first line of a followed log that has a `tail`: where the log of each rank begins."""
+    """The first line of a followed log with a `tail`: the offset where each rank begins."""
 
     offsets: dict[int, int]
 
 
 class LogCut(Model, frozen=True):
-    """The last line if the server or the backend went away: ask again for the rest."""
+    """The last line if the server or the backend stopped: ask again from there."""
 
     cut: bool
 
@@ -52,7 +52,7 @@ CUT = encode(LogCut(cut=True)) + b"\n"
 
 
 class SearchEnd(Model, frozen=True, omit_defaults=False):
-    """The last line of a search. `is_cut`: there may be more hits; ask again with these places."""
+    """The last line of a search. With `is_cut` there may be more: search from `offsets` on."""
 
     done: bool
     hits: int
@@ -60,22 +60,22 @@ class SearchEnd(Model, frozen=True, omit_defaults=False):
     offsets: dict[int, int] = {}
 
 
-class LogQuery(ReportQuery, frozen=True, rename="camel"):
+class LogQuery(UidQuery, frozen=True, rename="camel"):
     rank: list[RankNumber] = []
     tail: LineCount | None = None
     follow: bool = False
-    # Continue after these lines, as `rank:at,…`: the `at` of a line, or the `places` sent first.
+    # Continue after these, as `rank:at,…`: the `at` of a line, or the `offsets` sent first.
     offsets: Offsets | None = None
     since: Timestamp | None = None  # only lines of that time or later
     search: SearchText | None = None  # only lines that contain this
     ignore_case: bool = False
-    # Lines of one rank around a place: so many that end there or before, so many that follow.
+    # Lines of one rank around an offset: how many up to it, and how many after it.
     at: Offset | None = None
     before: Around = 0
     after: Around = 0
 
 
-class SearchQuery(ReportQuery, frozen=True, kw_only=True, rename="camel"):
+class SearchQuery(UidQuery, frozen=True, kw_only=True, rename="camel"):
     q: SearchText
     rank: list[RankNumber] = []
     ignore_case: bool = False
@@ -115,7 +115,7 @@ def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
 
 
 async def _select(lines: AsyncIterator[LogLine], query: LogQuery) -> AsyncIterator[LogLine]:
-    """The lines that the query asks for; one without a time is not since any."""
+    """The lines that match the query. With `since`, lines without a time do not match."""
     since, needle = query.since, query.search
     if needle is not None and query.ignore_case:
         needle = needle.lower()
@@ -165,7 +165,7 @@ async def _search(
 async def _file_hits(
     call: ApiCall, folder: Path, text: str, query: LogQuery | SearchQuery
 ) -> AsyncGenerator[LogMatch | None, None]:
-    """Hits in order of rank and place, found in a thread, step by step; None between steps."""
+    """Yields hits by rank and offset, found in a thread; None after each step."""
     search_step = LogSearch(
         folder,
         text,
@@ -186,7 +186,7 @@ async def _file_hits(
 async def _line_hits(
     training: Training, executor: Executor, query: SearchQuery
 ) -> AsyncGenerator[LogMatch | None, None]:
-    """The same where the lines have to be asked for."""
+    """Yields hits of an executor without log files: reads all lines."""
     needle = query.q.lower() if query.ignore_case else query.q
     lines = executor.logs(training, ranks=query.rank or None)
     async for line in lines:
@@ -209,7 +209,7 @@ def read_offsets(text: str | None) -> dict[int, int]:
 async def _open_logs(
     executor: Executor, training: Training, query: LogQuery, follow: Callable[[], bool] | None
 ) -> tuple[AsyncIterator[LogLine], bytes]:
-    """The log lines, and the first line of the answer: the places to resume from, or nothing."""
+    """The log lines, and the first line of the answer: offsets to resume from, or nothing."""
     ranks = query.rank or None
     has_start = query.offsets is not None or query.since is not None
     if follow is None and not has_start:

@@ -24,7 +24,7 @@ from atoll.metrics.store import LabeledSeries, MetricStore
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
-SPARK_POINTS = 24  # points
+SPARK_POINTS = 24  # of a sparkline: one for every 3 px of a row
 MAX_NAMES = 12
 
 
@@ -58,12 +58,12 @@ async def metrics(call: ApiCall) -> Answer:
 
 class NewestQuery(Query, frozen=True):
     name: list[str] = []
-    training: list[str] = []  # all, if there is none
+    training: list[str] = []  # empty: all trainings
     ranks: bool = False
 
 
 async def newest_metrics(call: ApiCall) -> Answer:
-    """What trainings reported last, for lists of them."""
+    """The newest values of trainings, for lists of them."""
     query: NewestQuery = call.query
     if not 1 <= len(query.name) <= MAX_NAMES:
         expected = f"expected 1 to {MAX_NAMES} names of series"
@@ -113,7 +113,7 @@ def _newest(
 
 
 def spark_of(series: Series) -> list[float]:
-    """The series in a few points."""
+    """The series merged into `SPARK_POINTS` points."""
     times = series.columns[AT]
     return band_of([series], times[0], times[-1], SPARK_POINTS).mean if len(times) else []
 
@@ -140,7 +140,7 @@ def _json_number(value: float) -> MetricValue:
 
 
 def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
-    """What a training reported last, and its newest round; what is not known is absent."""
+    """The newest loss, tokens and round of a training, as far as they are known."""
     metric_store = plane.metrics
     if metric_store is None:
         return {}

@@ -1,4 +1,4 @@
-"""Starts a training again under another name: its spec and its code are copied on the server."""
+"""Runs a training again under another name, with a copy of its spec and code."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RERUN = re.compile(r"-r([0-9]{1,3})$")
 
 
 class Rerun(SpecModel, frozen=True):
-    """What is to be different. `env` is set over the variables that are copied."""
+    """What to change. `env` is merged over the copied variables."""
 
-    name: str | None = None  # unset: made from the old one
+    name: str | None = None  # default: made from the old name
     world_size: WorldSize | None = None
     env: dict[str, str] = {}
     args: list[str] | None = None
@@ -68,7 +68,7 @@ async def rerun(call: ApiCall) -> Answer:
 
 
 def apply_changes(spec: TrainingSpec, changes: Rerun) -> TrainingSpec:
-    """The spec to run, as the old one was before it was cancelled."""
+    """The spec with these changes, and without a cancellation."""
     return replace(
         spec,
         cancel=False,

@@ -58,5 +58,5 @@ def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:
         encode(report)  # JSON can name text that UTF-8 cannot hold
         return report
     except (ValueError, RecursionError) as error:
-        words = f"the result cannot be read: it is not JSON in UTF-8: {error}"
-        return RankResult(rank=rank, encoding=NONE, error=words)
+        message = f"the result cannot be read: it is not JSON in UTF-8: {error}"
+        return RankResult(rank=rank, encoding=NONE, error=message)

@@ -14,7 +14,7 @@ from atoll.core.status import Training
 from atoll.metrics.rounds import RoundTable, StoreObservation
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
-MAX_ITEMS = 10_000
+MAX_ITEMS = 10_000  # of one answer: some 3 MB
 FROM_STORE = "read from the manifests in the store"
 
 RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
@@ -55,14 +55,14 @@ def _rounds(table: RoundTable, training: Training, query: RoundsQuery) -> RoundL
 
 
 def describe_source(observation: StoreObservation | None) -> str:
-    """Where rounds come from, in words."""
+    """Where the rounds come from, as text."""
     if observation is None:
-        return "reported by the replicas: the store was not looked at yet"
+        return "reported by the replicas: the store has not been read yet"
     return f"reported by the replicas: {observation.problem}" if observation.problem else FROM_STORE
 
 
 def select_rounds(table: RoundTable, uid: str, run: str, query: RoundsQuery) -> list[RoundItem]:
-    # What joined and what left shows by the round before, so one more is read of each fragment.
+    # Joins and departures show against the round before: read one more of each fragment.
     more = query.limit + len(table.newest(uid, run))
     stored = table.rounds(uid, run, max(0, query.from_ - 1), query.to, more)
     items = items_of(stored, has_costs=query.costs)
@@ -70,7 +70,7 @@ def select_rounds(table: RoundTable, uid: str, run: str, query: RoundsQuery) -> 
 
 
 async def summary_of_training(plane: Plane, uid: str) -> RoundSummary | None:
-    """None where there are no rounds, or none can be read: a training is read all the same."""
+    """The summary of the rounds; None if there are none or they cannot be read now."""
     if plane.metrics is None:
         return None
     with contextlib.suppress(Temporary):

@@ -1,4 +1,4 @@
-"""Trainings over HTTP: create, read, list, watch, scale, cancel, delete."""
+"""Trainings over HTTP: create, read, watch, scale, cancel, delete; events, attempts and stats."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
+from atoll.core.attempts import AttemptList, attempts_of
 from atoll.core.errors import (
     Conflict,
+    NotFound,
     Temporary,
     UDTerminalState,
     ValidationError,
@@ -21,7 +23,8 @@ from atoll.core.errors import (
 )
 from atoll.core.model import Model, SpecModel
 from atoll.core.rounds import with_rounds
-from atoll.core.spec import ScaleTarget, TrainingSpec
+from atoll.core.spec import RankNumber, ScaleTarget, TrainingSpec
+from atoll.core.stats import training_stats
 from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList
 from atoll.core.warnings import find_warnings, merge_warnings
 from atoll.server.handlers.admission import (
@@ -30,6 +33,7 @@ from atoll.server.handlers.admission import (
     check_growth,
     check_run,
     default_executor,
+    probe_executors,
     unsupported_message,
 )
 from atoll.server.handlers.rounds import summary_of_training
@@ -37,7 +41,7 @@ from atoll.server.handlers.watch import last_event_id, watch
 from atoll.server.http.encoded import redact, with_staleness
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
-WRITE_ATTEMPTS = 50
+WRITE_ATTEMPTS = 50  # conflicts with the controller end after two or three
 KEY_PATTERN = "^[!-~]([ -~]{0,198}[!-~])?$"
 IF_DEFAULT = "Atoll-If-Default"
 
@@ -65,7 +69,7 @@ class Scale(SpecModel, frozen=True):
 
 
 class Removal(Model, frozen=True):
-    """A training whose ranks are being stopped and whose record is then removed."""
+    """A training that is being deleted: first its ranks stop, then the record goes."""
 
     name: str
     uid: str
@@ -97,7 +101,7 @@ async def create(call: ApiCall) -> Answer:
 
 
 def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
-    """Refuses a spec that was made for another default executor than there is.
+    """Raises ValidationError if the client expects another default executor.
 
     A client on this machine puts its own directory and environment into a spec for `local`.
     """
@@ -116,7 +120,7 @@ def idempotency_key(call: ApiCall) -> str | None:
 
 async def read(call: ApiCall) -> Answer:
     query: OneQuery = call.query
-    last_event_id(call)  # checked also where it is not needed
+    last_event_id(call)  # checks the header
     if query.watch:
         return await watch(call, call.name)
     _check_watch_options(query)
@@ -124,12 +128,14 @@ async def read(call: ApiCall) -> Answer:
     metrics = call.plane.metrics
     if metrics is not None:
         if metrics.catch_up and training.status.phase.is_terminal:
-            await metrics.catch_up(training)  # ranks report last as they end
+            await metrics.catch_up(training)  # ranks report their last metrics as they end
         # The controller writes warnings a moment later.
-        found = find_warnings(
+        new_warnings = find_warnings(
             training, training.status.ranks, metrics.rounds.observed(training.uid)
         )
-        status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
+        status = replace(
+            training.status, warnings=merge_warnings(training.status.warnings, new_warnings)
+        )
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())
     summary = await summary_of_training(call.plane, training.uid)
@@ -210,7 +216,7 @@ async def delete(call: ApiCall) -> Answer:
 
 
 async def _change(call: ApiCall, edit: Callable[[Training], Training]) -> Training:
-    """Writes what `wish` returns; reads and tries again if the controller wrote in between."""
+    """Writes what `change` returns; tries again if the controller wrote in between."""
     store = call.plane.store
     for _ in range(WRITE_ATTEMPTS):
         training = await store.get(call.key)
@@ -222,3 +228,51 @@ async def _change(call: ApiCall, edit: Callable[[Training], Training]) -> Traini
         except Conflict:
             await asyncio.sleep(0)
     raise Temporary(f"training {call.name!r} changes too fast to be written: try again")
+
+
+class UidQuery(Query, frozen=True):
+    # Answer only for the training with this uid: another one may have its name by now.
+    uid: Annotated[str, Meta(max_length=200)] | None = None
+
+
+class EventQuery(UidQuery, frozen=True):
+    since: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+
+
+class AttemptQuery(UidQuery, frozen=True):
+    rank: list[RankNumber] = []
+
+
+class EventList(Model, frozen=True):
+    items: list[Event]
+
+
+async def executors(call: ApiCall) -> Answer:
+    return json_answer(await probe_executors(call.plane.executors, call.plane.setup))
+
+
+async def training_of(call: ApiCall) -> Training:
+    """The training the request names. Raises NotFound if its `uid` is another."""
+    training = await call.plane.store.get(call.key)
+    if call.query.uid not in (None, training.uid):
+        raise NotFound("training", call.name)
+    return training
+
+
+async def attempts(call: ApiCall) -> Answer:
+    query: AttemptQuery = call.query
+    training = await training_of(call)
+    attempt_list = attempts_of(training.status, await call.plane.store.attempts(call.key))
+    selected = [one for one in attempt_list if not query.rank or one.rank in query.rank]
+    return json_answer(AttemptList(items=selected))
+
+
+async def events(call: ApiCall) -> Answer:
+    await training_of(call)
+    newest_first = await call.plane.store.events(call.key, since=call.query.since)
+    return json_answer(EventList(items=list(newest_first)))
+
+
+async def stats(call: ApiCall) -> Answer:
+    training = await training_of(call)
+    return json_answer(training_stats(training, call.plane.clock()))

@@ -1,4 +1,4 @@
-"""Watches: changes of trainings as server-sent events, each encoded once for all who follow."""
+"""Watches: changes of trainings as server-sent events, each encoded once for all watchers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.operations import SSE, Answer, ApiCall, stream_answer
 from atoll.server.http.problems import status_of
 
-HEARTBEAT = b": still here\n\n"
+HEARTBEAT = b": heartbeat\n\n"
 EVENT_ID_PATTERN = "^[0-9]{1,18}$"
 
 
 async def watch(call: ApiCall, name: str | None) -> Answer:
-    """Streams every change after the version `after`; without it, the present state first."""
+    """Streams every change after the version `after`; without one, the present state first."""
     plane, query, store = call.plane, call.query, call.plane.store
     after = last_event_id(call) if query.after is None else query.after
     key = call.key if name else (call.namespace, "")
@@ -42,7 +42,7 @@ async def watch(call: ApiCall, name: str | None) -> Answer:
 
 
 async def _first_version(store: Store, after: int, key: Key) -> int:
-    """The version to follow one training from: the newest, if it has not changed since `after`.
+    """The version to watch a training from: the newest, if it has not changed since `after`.
     That one may be older than the change log, though nothing was missed.
 
     An unknown name is an error, unless changes of a removed training may still be kept.
@@ -58,7 +58,7 @@ async def _first_version(store: Store, after: int, key: Key) -> int:
 
 
 async def _check_not_expired(store: Store, after: int, key: Key) -> None:
-    """Tries the first step of a watch, so that a version too old is a 410 and not a stream."""
+    """Starts a watch and ends it, so that an expired version is a 410 and not a stream."""
     probe = store.watch(after, key)
     first = asyncio.ensure_future(anext(probe))
     await asyncio.wait({first}, timeout=0)
@@ -68,7 +68,7 @@ async def _check_not_expired(store: Store, after: int, key: Key) -> None:
 
 
 def last_event_id(call: ApiCall) -> int | None:
-    """The version that the client has seen, as browsers send it. Raises ValidationError."""
+    """The last version that the client has, as browsers send it. Raises ValidationError."""
     text: str | None = call.request.headers.get("last-event-id")
     if text is None:
         return None
@@ -82,7 +82,7 @@ async def _one(training: Training) -> AsyncIterator[Training]:
 
 
 async def _all(store: Store, namespace: str, prefix: str) -> AsyncIterator[Training]:
-    """Page by page, as fast as the client reads."""
+    """Reads page by page, as fast as the client does."""
     more: str | None = ""
     while more is not None:
         page = await store.page(namespace, after=more, prefix=prefix)
@@ -99,7 +99,7 @@ async def _changes(
 ) -> AsyncIterator[bytes]:
     yield HEARTBEAT  # some proxies hold back headers until the body begins
     try:
-        sent_versions: dict[str, int] = {}  # versions that the reading of the present went ahead to
+        sent_versions: dict[str, int] = {}  # by name: versions sent with the present state
         if present is not None:
             async for training in present:
                 sent_versions[training.name] = training.resource_version

@@ -1,5 +1,5 @@
-"""Who calls: a bearer token, stored only as a hash and valid for one namespace, or the session of a
-browser that came from one."""
+"""Authentication: a bearer token, stored as a hash and valid for one namespace, or the session of a
+browser that signed in with one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CSRF = "x-atoll-csrf"
 
 
 def new_token() -> str:
-    """A new random token of 256 bits. It is shown once and never stored."""
+    """Makes a random token of 256 bits. It is printed once and never stored."""
     return f"atoll_{secrets.token_urlsafe(32)}"
 
 
@@ -27,7 +27,7 @@ def hash_token(token: str) -> str:
 
 
 async def authenticate(plane: Plane, request: Request) -> str:
-    """The namespace of the token or session in the request. Raises Denied if none is valid, and
+    """Returns the namespace of the token or session. Raises Denied if it is not valid, and
     Temporary if the namespace has too many connections."""
     hash_of_token = _session_token(plane, request)
     if hash_of_token is None:
@@ -37,7 +37,7 @@ async def authenticate(plane: Plane, request: Request) -> str:
         how = plane.setup.new_token
         raise Denied(f"this token is unknown here: create one with '{how}'")
     connection = request.scope.get("state", {}).get("connection")
-    if connection is not None:  # there is none where the application runs without its own server
+    if connection is not None:  # absent where another server runs the application
         connection.authenticate(namespace)
     return namespace
 
@@ -63,11 +63,11 @@ def _bearer(plane: Plane, request: Request) -> str:
 
 
 def _session_token(plane: Plane, request: Request) -> str | None:
-    """The hash of the token that a browser's session came from; None if this is no browser's.
+    """The hash of the token behind a browser's session; None if this is no browser.
 
-    The browser sends its cookie whoever made the request: only a page of ours also knows the word
-    that belongs to it. Reads need it too, as another server on this machine is the same site.
-    Whoever has the cookie alone is told nothing with it, that word neither.
+    A browser sends its cookie with requests of any site; only our own pages also have the CSRF
+    token of the session. Reads need it too: another server on this machine is the same site. The
+    cookie alone reads nothing, not even the CSRF token.
     """
     if "authorization" in request.headers:
         return None
@@ -85,7 +85,7 @@ def _session_token(plane: Plane, request: Request) -> str | None:
 
 
 def check_origin(request: Request) -> None:
-    """Raises Denied if a browser says that a page of others made this request."""
+    """Raises a 403 if a page of another origin made this request."""
     origin = request.headers.get("origin")
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     site = request.headers.get("sec-fetch-site", "same-origin")
@@ -94,11 +94,11 @@ def check_origin(request: Request) -> None:
 
 
 def check_host(plane: Plane, request: Request) -> None:
-    """Raises a 403 for a request without a token that is for another name than those of this
-    machine, where only this machine is served.
+    """Raises a 403 for a request without a token to a host name that is not this machine's, if the
+    server listens on this machine only.
 
-    A page of others can have its own name lead here (DNS rebinding), and would then read what
-    needs no token.
+    A foreign page could resolve its own name to this machine (DNS rebinding) and read what needs
+    no token.
     """
     name = _host_name(request)
     if (
@@ -111,10 +111,10 @@ def check_host(plane: Plane, request: Request) -> None:
 
 
 def check_dashboard_host(plane: Plane, request: Request) -> None:
-    """Raises a 403 unless the dashboard may have its cookie under the name that is asked for.
+    """Raises a 403 unless the request uses the host name of the dashboard.
 
-    What a browser keeps for 127.0.0.1 or localhost it sends to every port there, and so to servers
-    of other users.
+    Browsers send cookies of 127.0.0.1 and localhost to every port, and so to servers of other
+    users of this machine.
     """
     check_host(plane, request)
     name = _host_name(request)

@@ -1,7 +1,7 @@
-"""Bodies of requests: bounded in size, in number at once, and decoded beside the event loop.
+"""Bodies of requests: bounded in size and number, and decoded outside of the event loop.
 
-Only code that is shipped with a training may be large. It is one string; so a body with more
-punctuation than a spec can have is refused while it arrives, and costs neither memory nor time.
+Only code that is sent with a training may be large. It is one string, so a body with more
+punctuation than any spec has is refused while it arrives, before it costs memory or time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from atoll.core.spec import MAX_SPEC_BYTES, TrainingSpec, check_spec_size
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 64 * 2**20  # code of 48 MiB in base64
 LARGE_BYTES = MAX_SPEC_BYTES
-DIRECT_BYTES = 2**16  # smaller ones are decoded faster than a thread is asked
-MAX_LARGE = 4  # in memory at once, and one of each namespace
+DIRECT_BYTES = 2**16  # decoding them takes less time than starting a thread
+MAX_LARGE = 4  # in memory at once, and one of each namespace: 256 MiB
 
 _MARKS = (b'"', b",", b":", b"[", b"{")
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"\s*(:?)|[\[\]{}]')
 
 
 class Bodies:
-    """The large bodies that are held in memory now."""
+    """Limits the large bodies that are in memory at once."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(MAX_LARGE)
@@ -42,9 +42,9 @@ class Bodies:
     async def read(
         self, request: Request, namespace: str, limit: int, turn: AsyncExitStack
     ) -> bytes:
-        """The body. Raises TooLarge as soon as it is, before the rest arrives.
+        """Reads the body. Raises TooLarge as soon as it is, before all of it has arrived.
 
-        A large one waits for its turn, which ends with `held`: once its request is answered.
+        A large one waits until it may be in memory; that ends with the stack `turn`.
         """
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
@@ -84,7 +84,7 @@ class Bodies:
 
 
 async def decode_body(data: bytes, kind: type[T]) -> T:
-    """The body as a `kind`; a larger one in a thread. Raises ValidationError, and TooLarge."""
+    """Decodes the body, a large one in a thread. Raises ValidationError and TooLarge."""
     if len(data) <= DIRECT_BYTES:
         return decode(data, kind)
     return await asyncio.to_thread(_decode_large, data, kind)
@@ -102,7 +102,7 @@ def _expected(limit: int) -> str:
 
 
 def _last_field(prefix: bytes) -> str:
-    """The field of the object in which this beginning of a body breaks off."""
+    """The top-level field at the end of this prefix of a body."""
     depth, field = 0, b""
     for token in _TOKEN.finditer(prefix):
         if token[0] in (b"[", b"{"):

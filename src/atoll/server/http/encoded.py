@@ -1,4 +1,4 @@
-"""Trainings and their changes as bytes. A change is encoded once, for all who watch it."""
+"""Trainings and their changes as bytes. Each change is encoded once for all watchers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from atoll.core.ports import Change
 from atoll.core.status import Training
 
 STALE = "StatusStale"
-CACHE_BYTES = 8 * 2**20
-MASK = "***"  # for the value of a variable: it may be a secret
+CACHE_BYTES = 8 * 2**20  # thousands of changes: slower watchers encode again
+MASK = "***"  # instead of the values of environment variables, which may be secrets
 
 
 class EncodedChanges:
-    """The newest changes as server-sent events, by version. Older ones are encoded anew."""
+    """A cache of the newest changes as server-sent events, by version."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -43,7 +43,7 @@ def event_bytes(change: Change) -> bytes:
 
 
 def with_staleness(training: Training, stale: tuple[float, str] | None) -> Training:
-    """The training with a condition that its status may be old, if statuses cannot be written."""
+    """Adds the condition that the status may be stale, if statuses cannot be written."""
     if stale is None or training.status.phase.is_terminal:
         return training
     since, why = stale
@@ -55,7 +55,7 @@ def with_staleness(training: Training, stale: tuple[float, str] | None) -> Train
 
 
 def redact(training: Training) -> Training:
-    """The training as anybody sees it: code by its digest, and no value of a variable."""
+    """The training for readers: its code as a digest, without values of variables."""
     spec = training.spec.by_digest()
     env, nccl_env = dict.fromkeys(spec.env, MASK), dict.fromkeys(spec.nccl_env, MASK)
     return replace(training, spec=replace(spec, env=env, nccl_env=nccl_env))

@@ -1,4 +1,4 @@
-"""A log that others can provoke does not fill the disk: equal messages are written seldom."""
+"""Limits how often the log repeats a message, so that nobody can fill the disk from outside."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import logging
 import time
 from collections.abc import Callable
 
-WINDOW_S = 10.0
+WINDOW_S = 10.0  # with 50 messages of 200 bytes: at most 1 kB/s for each kind
 MAX_EQUAL = 50  # equal messages in a window
 MAX_TRACED = 5  # those with a traceback
 MAX_KEYS = 1000
 
 
 class RateLimitFilter(logging.Filter):
-    """Drops what repeats a message too often; the next one that is written says how many."""
+    """Drops messages that repeat too often; the next one that passes says how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
+        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # start of the window, count
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.name, str(record.msg)[:200]), self._clock()
@@ -36,7 +36,7 @@ class RateLimitFilter(logging.Filter):
 
 
 def configure_log(level: int) -> None:
-    """The log of a server, on standard error."""
+    """Configures the log of a server, on standard error."""
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(RateLimitFilter())

@@ -137,5 +137,5 @@ def _optional(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a query option, which may be left out but is never null."""
     if "anyOf" not in schema:
         return schema
-    rest = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
-    return rest[0] if len(rest) == 1 else {"anyOf": rest}
+    choices = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
+    return choices[0] if len(choices) == 1 else {"anyOf": choices}

@@ -1,6 +1,6 @@
 """Operations: one row for each endpoint, from which its route and its OpenAPI entry are built.
 
-Queries and bodies are msgspec structs, so the document says exactly what is checked.
+Queries and bodies are msgspec structs, so the OpenAPI document states exactly what is checked.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Plane:
     clock: Callable[[], Now] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
-    metrics: MetricStore | None = None  # None: figures of ranks are not kept here
-    report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
+    metrics: MetricStore | None = None  # None: this control plane stores no metrics
+    report_key: bytes = b""  # signs the tokens of ranks; empty: ranks do not report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
     metric_cache: TTLCache = field(default_factory=TTLCache)
@@ -97,7 +97,7 @@ class ApiCall:
 
 Answer = Response
 Handler = Callable[[ApiCall], Awaitable[Answer]]
-# The namespace of the caller. Raises Denied.
+# Returns the namespace of a request. Raises Denied.
 Guard = Callable[[Plane, Request], Awaitable[str]]
 
 
@@ -107,11 +107,11 @@ class AnswerDoc(NamedTuple):
     description: str
     body: Any = None  # its type
     media_type: str = JSON
-    others: tuple[Any, ...] = ()  # further types, of single lines
+    others: tuple[Any, ...] = ()  # further types of lines in a stream
 
 
 class HeaderDoc(NamedTuple):
-    """One header that an operation reads, and the rule that its value is checked by."""
+    """One header that an operation reads, and the pattern of its value."""
 
     description: str
     pattern: str
@@ -214,7 +214,7 @@ def _request_handler(operation: Operation, plane: Plane, guard: Guard) -> Reques
 
 
 def read_query(request: Request, kind: type[Q]) -> Q:
-    """The query as a `kind`. Only options that are lists may be repeated."""
+    """Decodes the query. Only options that are lists may be repeated."""
     options: dict[str, Any] = {}
     fields = msgspec.structs.fields(kind)
     lists = {f.encode_name for f in fields if "list" in str(f.type)}

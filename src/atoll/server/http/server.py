@@ -31,31 +31,31 @@ from atoll.sdk.effects import HEADER
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-BACKLOG = 2048
-# Connections that asyncio accepts in a row. It tells of each that finds no file left.
+BACKLOG = 2048  # clients that wait to be accepted, as after a restart with many watchers
+# Connections that asyncio accepts in a row: it logs each one that finds no file descriptor left.
 ACCEPT_BATCH = 16
-HEAD_BYTES = 2**16
+HEAD_BYTES = 2**16  # of the head of a request, as most servers allow
 MAX_FILES = 2**16
-SWEEP_S = 1.0
+SWEEP_S = 1.0  # between two checks of all deadlines
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server allows. Times are in seconds."""
+    """Limits of one server. Times are in seconds."""
 
     connections: int = 4096
-    unauthenticated: int = 1024  # of these
-    per_namespace: int = 2048  # of these
-    head_s: float = 10.0  # for the head of a request, and a TLS handshake
-    idle_s: float = 100.0  # between two requests; longer than clients keep theirs
+    unauthenticated: int = 1024  # a quarter of them
+    per_namespace: int = 2048  # half of them: no namespace can take all
+    head_s: float = 10.0  # for the head of a request, and for a TLS handshake
+    idle_s: float = 100.0  # between two requests: longer than clients keep idle connections
     unauthenticated_idle_s: float = 10.0
-    body_s: float = 30.0  # for the body, and as long again for each `body_rate`
-    body_rate: float = 50_000.0  # bytes per second of the slowest upload
-    write_timeout_s: float = 60.0  # for an answer of which nothing is read
+    body_s: float = 30.0  # for a body, plus one second for every `body_rate` bytes
+    body_rate: float = 50_000.0  # bytes a second of the slowest upload that is accepted
+    write_timeout_s: float = 60.0  # for a client that reads nothing of its answer
 
 
 def limits_for(files: int, **changes: Any) -> Limits:
-    """The limits of a server that may open so many files. Half of them are for its other work."""
+    """The limits of a server that may open `files` files; half of them are for other work."""
     most = max(16, min(files // 2, Limits.connections * 4))
     return Limits(
         **{
@@ -68,7 +68,7 @@ def limits_for(files: int, **changes: Any) -> Limits:
 
 
 def raise_file_limit() -> int:
-    """Raises the soft limit of open files as far as is allowed and useful; returns it."""
+    """Raises the soft limit of open files as far as allowed and useful, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -78,7 +78,7 @@ def raise_file_limit() -> int:
 
 
 class ConnectionLimiter:
-    """All connections of one server. `protocol` is what uvicorn makes one of for each."""
+    """All connections of one server. uvicorn calls `protocol` for each new one."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -109,7 +109,7 @@ class ConnectionLimiter:
             self.authenticated[connection.namespace] -= 1
 
     def authenticate(self, connection: Connection, namespace: str) -> None:
-        """The connection has shown a token. Raises Temporary if its namespace has too many."""
+        """Counts the connection to its namespace. Raises Temporary if that has too many."""
         if connection.namespace == namespace or connection not in self.open:
             return
         limits = self.limits
@@ -132,7 +132,7 @@ class ConnectionLimiter:
         )
 
     def _check_deadlines(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends what has kept the server waiting for too long. Without connections it rests."""
+        """Closes connections whose deadline has passed; goes on while there are connections."""
         now = time.monotonic()
         for connection in list(self.open):
             connection.check(now)
@@ -142,7 +142,7 @@ class ConnectionLimiter:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of uvicorn, with a deadline for whatever is waited for."""
+    """One connection of uvicorn, with a deadline for what the server waits for."""
 
     def __init__(self, limiter: ConnectionLimiter, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -160,7 +160,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection.family == socket.AF_UNIX and peer_uid(connection) != os.geteuid():
-            transport.abort()  # of another user: not a byte of it is read
+            transport.abort()  # another user: read nothing from it
             return
         self._deadline = time.monotonic() + self.limiter.limits.head_s
         self.limiter.enter(self)
@@ -199,14 +199,14 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._deadline = None  # from here on the server is waited for
+        self._deadline = None  # from here on the client waits for the server
 
     def on_response_complete(self) -> None:
         is_all_here = not self.cycle.more_body
         super().on_response_complete()
         if self.pipeline or self.transport.is_closing():
             return
-        if not is_all_here:  # it was answered before its body came, which nobody wants any more
+        if not is_all_here:  # answered before the body came: nobody needs it
             self.transport.close()
         limits = self.limiter.limits
         idle_s = limits.unauthenticated_idle_s if self.namespace is None else limits.idle_s
@@ -217,14 +217,14 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request of it is being answered."""
+        """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def check(self, now: float) -> None:
-        """Ends the connection if it is late, or if nobody reads what it is sent."""
+        """Ends the connection if it is late, or if the client does not read its answer."""
         pending_bytes = self.transport.get_write_buffer_size()
         if self._deadline is not None and self.flow.read_paused:
-            self._body_since += SWEEP_S  # it is the server that does not read
+            self._body_since += SWEEP_S  # the server itself does not read
             self._deadline += SWEEP_S
         elif self._deadline is not None and now > self._deadline and pending_bytes == 0:
             self.give_up()
@@ -237,7 +237,7 @@ class Connection(HttpToolsProtocol):
         self._pending_bytes = pending_bytes
 
     def give_up(self) -> None:
-        """Closes the connection; says why where a request had begun."""
+        """Closes the connection, with a reason if a request had begun."""
         if self.transport.is_closing():
             self.transport.abort()
         elif self._is_head and self._head_bytes or self._is_body_due():
@@ -256,7 +256,7 @@ class Connection(HttpToolsProtocol):
 
 
 class GuardedServer(uvicorn.Server):
-    """A uvicorn server with the limits of `connections.py`; it is run with open sockets."""
+    """A uvicorn server with a ConnectionLimiter; `serve` takes open sockets."""
 
     def __init__(
         self, app: ASGIApp, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None
@@ -289,12 +289,12 @@ class GuardedServer(uvicorn.Server):
         self.started = True
 
     async def accept_from(self, listening: socket.socket) -> None:
-        """Serves who connects to the socket, which is closed when the server stops."""
+        """Serves clients of the socket, which is closed when the server stops."""
 
         def accept() -> asyncio.Protocol:
             return self.limiter.protocol(self.config, self.server_state, self.lifespan.state)
 
-        # What does not leave this machine, and is the user's own, needs no certificate.
+        # A socket of this machine that only its user can open needs no certificate.
         tls = None if listening.family == socket.AF_UNIX else self.tls
         server = await asyncio.get_running_loop().create_server(
             accept,
@@ -308,9 +308,9 @@ class GuardedServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises Permanent, naming the option that is wrong."""
+    """Opens a listening socket. Raises Permanent and names the option that is wrong."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: only then does asyncio disable the delay that costs 40 ms per answer.
+    # With IPPROTO_TCP asyncio sets TCP_NODELAY; without it an answer may take 40 ms longer.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -330,8 +330,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def load_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """The TLS of a server, or None for plain HTTP. Raises ValidationError in one line for what is
-    missing, unreadable or no pair."""
+    """The TLS context of a server, or None for plain HTTP. Raises ValidationError for files that
+    are missing, unreadable or no pair."""
     if certificate is None and key is None:
         return None
     for option, path in (("--tls-cert", certificate), ("--tls-key", key)):

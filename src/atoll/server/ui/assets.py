@@ -68,10 +68,10 @@ async def shell(request: Request) -> Response:
 
 
 async def asset(request: Request) -> Response:
-    _, _, digest, *rest = request.url.path.split("/")
-    if digest != bundle().digest or len(rest) != 1 or rest[0] not in bundle().plain:
+    _, _, digest, *names = request.url.path.split("/")
+    if digest != bundle().digest or len(names) != 1 or names[0] not in bundle().plain:
         raise HTTPException(404)
-    return _file(request, rest[0], {"Cache-Control": "public, max-age=31536000, immutable"})
+    return _file(request, names[0], {"Cache-Control": "public, max-age=31536000, immutable"})
 
 
 def _file(request: Request, name: str, headers: dict[str, str]) -> Response:

@@ -308,13 +308,13 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
         at = min(r.previous_exit.at for r in restarted if r.rank in ranks and r.previous_exit)
         text = f"{_who(ranks, message)}, and {'was' if len(ranks) == 1 else 'were'} started again"
         lines.append(TimelineEntry(at=at, kind="failed", text=text))
-    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
+    cause, similar = status.root_cause, set(ranks_with_same_failure(status))
     if cause is not None and cause.ended_at is not None:
         text = f"Rank {cause.rank} {describe_exit(cause)}"
-        if len(alike) > 1:
+        if len(similar) > 1:
             text = _capital(describe_cause(status))
         lines.append(TimelineEntry(at=cause.ended_at, kind="failed", text=text, is_first=True))
-    others = [e for e in status.rank_exits if e.rank not in alike]
+    others = [e for e in status.rank_exits if e.rank not in similar]
     for kind, ended in (
         ("failed", [e for e in others if e.is_failure and not is_stopped_by_atoll(e)]),
         ("cancelled", [e for e in others if is_stopped_by_atoll(e)]),

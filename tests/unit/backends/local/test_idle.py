@@ -7,7 +7,7 @@ import pytest
 
 from atoll.agent.records import AttemptFacts, start_record
 from atoll.backends.local import idle
-from atoll.backends.local.idle import Stillness
+from atoll.backends.local.idle import IdleTracker
 from atoll.logs.segments import LogWriter
 
 START = start_record(3, 1, 0.0, pid=os.getpid(), startTicks=7)
@@ -30,7 +30,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Cpu:
 
 
 def test_a_line_a_report_and_cpu_are_moves(tmp_path: Path, cpu: Cpu) -> None:
-    still = Stillness()
+    still = IdleTracker()
     (tmp_path / "figures").mkdir()
     log = LogWriter(tmp_path / "logs" / "3")
 
@@ -60,7 +60,7 @@ def test_a_line_a_report_and_cpu_are_moves(tmp_path: Path, cpu: Cpu) -> None:
 
 
 def test_a_rank_that_is_started_again_has_just_moved(tmp_path: Path, cpu: Cpu) -> None:
-    still = Stillness()
+    still = IdleTracker()
     still.idle_s("u", tmp_path, [RANK], 0.0)
     assert still.idle_s("u", tmp_path, [RANK], 9.0) == {3: 9.0}
     assert still.idle_s("u", tmp_path, [RANK._replace(attempt=2)], 10.0) == {3: 0.0}

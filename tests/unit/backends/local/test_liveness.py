@@ -14,13 +14,13 @@ import pytest
 
 from atoll.backends.local import processes
 from atoll.backends.local.liveness import (
-    BEAT,
-    BEAT_S,
     GROWN,
+    HEARTBEAT,
+    HEARTBEAT_S,
     HUNG,
+    HeartbeatMonitor,
     Life,
     Pair,
-    Pulse,
     ask_to_restore,
     pair_of,
     send,
@@ -33,11 +33,11 @@ class Listener:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.pulse = Pulse(lambda: self.now)
-        self.pulse.hear(GROWN + BEAT)
+        self.pulse = HeartbeatMonitor(lambda: self.now)
+        self.pulse.hear(GROWN + HEARTBEAT)
         self.progress = 0
 
-    def tick(self, seconds: float = BEAT_S, **state: bool) -> int | None:
+    def tick(self, seconds: float = HEARTBEAT_S, **state: bool) -> int | None:
         self.now += seconds
         return self.pulse.judge(self.pair(**state)) if self.pulse.tick() else None
 
@@ -54,7 +54,7 @@ def test_pair_that_beats_is_not_looked_at() -> None:
     listener = Listener()
     for _ in range(100):
         assert listener.tick(stopped=True) is None
-        listener.pulse.hear(BEAT)
+        listener.pulse.hear(HEARTBEAT)
 
 
 def test_stopped_pair_goes_on_after_three_beats_and_is_ended_after_three_more() -> None:
@@ -65,7 +65,7 @@ def test_stopped_pair_goes_on_after_three_beats_and_is_ended_after_three_more() 
 def test_pair_that_goes_on_gets_the_same_help_the_next_time() -> None:
     listener = Listener()
     assert listener.answers(4, stopped=True)[-1] == signal.SIGCONT
-    listener.pulse.hear(BEAT)
+    listener.pulse.hear(HEARTBEAT)
     assert listener.answers(4, stopped=True) == [None] * 3 + [signal.SIGCONT]
 
 
@@ -91,7 +91,7 @@ def test_ticks_that_come_late_prove_nothing() -> None:
 
 def test_pair_of_the_release_before_never_beats_and_is_only_helped_when_stopped() -> None:
     listener = Listener()
-    listener.pulse = Pulse(lambda: listener.now)
+    listener.pulse = HeartbeatMonitor(lambda: listener.now)
     assert set(listener.answers(1000)) == {None}
     assert listener.answers(3, stopped=True) == [None, None, signal.SIGCONT]
     assert set(listener.answers(1000)) == {None}

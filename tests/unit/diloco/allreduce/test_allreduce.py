@@ -15,18 +15,9 @@ import torch
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import manifest, wire
 from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
-from atoll.diloco.allreduce.layout import (
-    Layout,
-    TensorSpec,
-    are_apart,
-    as_vector,
-    describe,
-    difference,
-    flatten,
-    split,
-    unflatten,
-)
+from atoll.diloco.allreduce.layout import Layout, describe, difference, split
 from atoll.diloco.allreduce.pace import FIRST_GRACE_S, MIN_GRACE_S, History, poll_pause
+from atoll.diloco.packing import TensorSpec, are_apart, as_vector, flatten, unflatten
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

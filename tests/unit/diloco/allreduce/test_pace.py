@@ -10,13 +10,13 @@ import pytest
 from obstore.store import MemoryStore
 
 from atoll.diloco.allreduce import settle
-from atoll.diloco.allreduce.codecs import get_codec
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.layout import describe
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.pace import FIRST_OWNER_GRACE_S, MIN_GRACE_S, History, poll_pause
 from atoll.diloco.allreduce.settle import Decider, Decision, Me
 from atoll.diloco.allreduce.start import Start
+from atoll.diloco.codecs import get_codec
 from atoll.objectstore import ObjectStore
 
 

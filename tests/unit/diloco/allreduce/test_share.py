@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.diloco.allreduce.codecs import CODECS
-from atoll.diloco.allreduce.layout import UNIT, Layout, TensorSpec, cells_of
+from atoll.diloco.allreduce.layout import UNIT, Layout, cells_of
 from atoll.diloco.allreduce.share import Share
+from atoll.diloco.codecs import CODECS
+from atoll.diloco.packing import TensorSpec
 
 SIZES = st.one_of(st.integers(0, 300), st.integers(1000, 40_000_000))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.codecs import get_codec
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round.cells import CellReader, Damaged
 from atoll.objectstore import ObjectStore

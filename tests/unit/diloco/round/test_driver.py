@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import DistributedError, StoreDenied, Temporary
-from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.codecs import get_codec
+from atoll.diloco.packing import TensorSpec
 from atoll.diloco.round import driver as drivers
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import LEFT, MEMBER, Offer, RoundConfig
-from atoll.diloco.round.layout import Cut, RunLayout, Share, TensorSpec
+from atoll.diloco.round.layout import Cut, RunLayout, Share
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.objectstore import ObjectStore

@@ -655,7 +655,7 @@ export function showTraining(main, name, rank, go) {
         `print(training.world, training.root_cause)`,
         `for line in training.logs(rank=${first}, tail=50):`,
         `    print(line)`,
-        metric ? `table = training.series(${JSON.stringify(metric)})` : null,
+        metric ? `table = training.metrics(${JSON.stringify(metric)})` : null,
         ``,
         page.python || `again = training.rerun()`,
       ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.diloco.allreduce.codecs.frame import (
+from atoll.diloco.codecs.frame import (
     SLICE,
     Data,
     Floats,

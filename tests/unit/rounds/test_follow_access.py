@@ -7,7 +7,7 @@ import pytest
 from atoll.core.config import RoundStore
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.rounds.permit import StoreAccess, covers, refusal_reason
+from atoll.rounds.follow import StoreAccess, covers, refusal_reason
 
 STORES = [RoundStore(uri="s3://bucket/runs", namespaces=["team-a"])]
 

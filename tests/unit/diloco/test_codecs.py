@@ -9,7 +9,7 @@ import pytest
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.allreduce.codecs import CODECS, dense, frame, get_codec, sparse
+from atoll.diloco.codecs import CODECS, dense, frame, get_codec, sparse
 
 
 def normal(size: int, seed: int = 0) -> np.ndarray:

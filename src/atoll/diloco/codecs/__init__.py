@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.codecs.dense import Bf16, E3m0, Fp32, Int8, Uniform
-from atoll.diloco.allreduce.codecs.frame import Data, Floats
-from atoll.diloco.allreduce.codecs.sparse import Sparse
+from atoll.diloco.codecs.dense import Bf16, E3m0, Fp32, Int8, Uniform
+from atoll.diloco.codecs.frame import Data, Floats
+from atoll.diloco.codecs.sparse import Sparse
 
 __all__ = ["CODECS", "Codec", "get_codec"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.diloco.allreduce.codecs.frame import (
+from atoll.diloco.codecs.frame import (
     SLICE,
     Data,
     Floats,
