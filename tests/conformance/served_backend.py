@@ -130,8 +130,10 @@ class ServedBackend(LocalBackend):
     def _lose_records(self, row: Row, name: str) -> None:
         training = self._plane.get(name)
         with patch.dict(os.environ, self._plane.env):
-            place = Objects.open(f"{training.spec.rendezvous.uri}/atoll-ranks/{training.uid}")
-            place.delete(list(place.entries()))
+            record_store = Objects.open(
+                f"{training.spec.rendezvous.uri}/atoll-ranks/{training.uid}"
+            )
+            record_store.delete(list(record_store.entries()))
 
     def _lose_answer(self, row: Row, name: str) -> None:
         """It goes away once it has taken a start, whether or not it has answered."""

@@ -11,7 +11,7 @@ import pytest
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
 from atoll.backends.local import processes
-from atoll.backends.local.cgroup import place_for
+from atoll.backends.local.cgroup import group_for
 from atoll.backends.local.journal import JournalWriter, encode_batch
 from atoll.core.status import Training
 
@@ -129,7 +129,7 @@ def test_ranks_are_started_again_under_a_new_shim_within_their_budget(
 
 
 @pytest.mark.skipif(
-    not place_for(Path("x"), "1.2."), reason="no control group of cgroup v2 may be made"
+    not group_for(Path("x"), "1.2."), reason="no control group of cgroup v2 may be made"
 )
 def test_guard_of_a_killed_shim_leaves_the_ranks_of_the_next_one_alone(
     plane: ControlPlane, tmp_path: Path

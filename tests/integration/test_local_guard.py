@@ -12,7 +12,7 @@ import pytest
 from tests.support.control_plane import serving
 
 from atoll.backends.local import processes
-from atoll.backends.local.cgroup import place_for
+from atoll.backends.local.cgroup import group_for
 
 MARK = b"TIDE_MARK"
 
@@ -57,7 +57,7 @@ def test_nothing_is_left_of_what_cleared_its_environment_and_left_its_session(
 
 
 @pytest.mark.skipif(
-    not place_for(Path("x"), "1.2."), reason="no control group of cgroup v2 may be made"
+    not group_for(Path("x"), "1.2."), reason="no control group of cgroup v2 may be made"
 )
 def test_what_outlived_the_guard_too_goes_with_the_next_control_plane(tmp_path: Path) -> None:
     seconds = f"{1000 + os.getpid()}.{time.time_ns()}"

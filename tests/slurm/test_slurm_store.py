@@ -32,10 +32,10 @@ class StoreArrays(SlurmBackend):
     def uri(self, training: Training) -> str:
         return f"s3://runs/{training.uid}"
 
-    def place_of(self, training: Training) -> Objects:  # type: ignore[override]
-        place = Objects.open(self.uri(training))
-        place.poll_s = place.heartbeat_s = 0.5
-        return place
+    def record_store_of(self, training: Training) -> Objects:  # type: ignore[override]
+        record_store = Objects.open(self.uri(training))
+        record_store.poll_s = record_store.heartbeat_s = 0.5
+        return record_store
 
     def launch(self, training: Training) -> dict[str, object]:
         return {**super().launch(training), "poll_s": 0.2, "heartbeat_s": 0.5}
@@ -65,7 +65,7 @@ def test_claims_and_ends_are_in_the_store(
         await lab.until(training, lambda _: len(lab.ran()) == 3, PATIENCE_S)
         # A second start of what runs, as Slurm makes it after it was killed, finds the claim.
         await executor.start_jobs(training, 0, [0])
-        reader = RecordReader(executor.place_of(training))
+        reader = RecordReader(executor.record_store_of(training))
         await lab.until(training, lambda _: reader.refresh().ranks[2][0].start, PATIENCE_S)
         started = reader.refresh().ranks[2][0].start
         assert started is not None

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import httpx2
 from msgspec.structs import replace
 
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.cli.ui import link_of
 from atoll.core.phase import Phase
 from atoll.core.ports import Executor
@@ -138,7 +138,7 @@ class CrowdedPlane:
         """Points of one rank: time, step, value."""
         number = self._numbers[uid, rank] = self._numbers.get((uid, rank), 0) + 1
         points = {name: [list(each) for each in told] for name, told in figures.items()}
-        line = batch_of(Teller(rank, 1, 0, f"life{rank}"), number, points, 0)  # type: ignore[arg-type]
+        line = batch_of(MetricWriter(rank, 1, 0, f"life{rank}"), number, points, 0)  # type: ignore[arg-type]
         self.metrics.take(uid, [line.rstrip(b"\n")])
 
     def link(self) -> str:

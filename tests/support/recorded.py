@@ -38,7 +38,7 @@ class ProcessBackend(RecordedBackend):
         self.words: dict[AttemptKey, JobState] = {}  # instead of the truth
         (root / FILE).write_bytes(wrapper_file())
 
-    def place_of(self, training: Training) -> RecordStore:
+    def record_store_of(self, training: Training) -> RecordStore:
         folder = self.root / training.uid
         folder.mkdir(exist_ok=True)
         return Folder(str(folder))

@@ -118,7 +118,7 @@ class Plane:
             pass
         return await self.store.get(key)
 
-    async def set_aside(self) -> list[str]:
+    async def quarantine(self) -> list[str]:
         return list(self.executor.notes())
 
     async def usage(self, name: str) -> float:

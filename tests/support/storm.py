@@ -23,7 +23,7 @@ import msgspec
 from tests.support.control_plane import ControlPlane, journal_records, make_spec, wait_for
 
 from atoll.backends.local import processes
-from atoll.backends.local.cgroup import place_for
+from atoll.backends.local.cgroup import group_for
 from atoll.core.status import Training
 
 RANKS = 3
@@ -131,7 +131,7 @@ class Storm:
 
     def _strike(self) -> None:
         kinds = ["plane", "keeper", "supervisor", "pair", "rank", "rank"]
-        if place_for(
+        if group_for(
             Path("gang"), "1.2."
         ):  # else nobody finds what outlives guard, keeper and supervisor
             kinds.append("guard")

@@ -94,13 +94,13 @@ class Objects:
         from obstore import exceptions
 
         refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-        kept = (
+        retained = (
             *(exceptions.AlreadyExistsError, exceptions.PreconditionError),
             *(FileNotFoundError, exceptions.NotFoundError),
         )
         try:
             return getattr(obstore, verb)(self._store, *args, **options)
-        except kept:
+        except retained:
             raise
         except refused as error:
             raise Permanent(f"{self.name}: {str(error).splitlines()[0]}") from error

@@ -82,15 +82,15 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def main(words: list[str]) -> int:
+def main(message: list[str]) -> int:
     directory = None
-    if words[:1] == ["--from"]:
-        directory, words = words[1], words[2:]
-    if len(words) < 2 or words[0] not in ("script", "function"):
+    if message[:1] == ["--from"]:
+        directory, message = message[1], message[2:]
+    if len(message) < 2 or message[0] not in ("script", "function"):
         sys.stderr.write("usage: atoll.agent.entrypoint [--from DIR] script|function PAYLOAD …\n")
         return 2
     try:
-        run(words[0], Path(words[1]), words[2:], directory)
+        run(message[0], Path(message[1]), message[2:], directory)
     except SystemExit:
         raise
     except BaseException as error:

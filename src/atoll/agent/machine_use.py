@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atoll.agent.metric_sinks import Sink
 
 EVERY_S = 5.0
-MAX_HELD = 60  # measurements that wait to be handed on
+MAX_PENDING = 60  # measurements that wait to be handed on
 CGROUP = "/sys/fs/cgroup"
 MACHINE = "machine/"
 IDLE_CORE = 0.01  # a process that only waits wakes up now and then
@@ -57,9 +57,9 @@ def processes_of(pid: int) -> dict[int, list[str]]:
     }
     is_new = True
     while is_new:
-        found = {each for each, fields in living.items() if int(fields[PARENT]) in own} - own
-        own |= found
-        is_new = bool(found)
+        match = {each for each, fields in living.items() if int(fields[PARENT]) in own} - own
+        own |= match
+        is_new = bool(match)
     return {each: living[each] for each in own}
 
 
@@ -68,9 +68,9 @@ def cpu_seconds_of(pids: Mapping[int, list[str]]) -> float:
     return sum(sum(map(int, fields[TIMES])) for fields in pids.values()) * _TICK_S
 
 
-def figures_of(pids: Mapping[int, list[str]]) -> dict[str, float]:
+def metrics_of(pids: Mapping[int, list[str]]) -> dict[str, float]:
     """Sums over the processes. Memory that they share counts once."""
-    figures = {
+    metrics = {
         "cpu_s": cpu_seconds_of(pids),
         "threads": float(sum(int(fields[THREADS]) for fields in pids.values())),
         "processes": float(len(pids)),
@@ -78,12 +78,12 @@ def figures_of(pids: Mapping[int, list[str]]) -> dict[str, float]:
     sizes = [size for size in map(_memory, pids) if size is not None]
     if sizes:
         own = sum(resident - shared for resident, shared in sizes)
-        figures["memory"] = float((own + max(shared for _, shared in sizes)) * _PAGE)
+        metrics["memory"] = float((own + max(shared for _, shared in sizes)) * _PAGE)
     traffic = [amounts for amounts in map(_traffic, pids) if amounts is not None]
     if len(traffic) == len(pids):
-        figures["read_bytes"] = float(sum(read for read, _ in traffic))
-        figures["written_bytes"] = float(sum(written for _, written in traffic))
-    return figures
+        metrics["read_bytes"] = float(sum(read for read, _ in traffic))
+        metrics["written_bytes"] = float(sum(written for _, written in traffic))
+    return metrics
 
 
 def _memory(pid: int) -> tuple[int, int] | None:
@@ -105,13 +105,13 @@ def _traffic(pid: int) -> tuple[int, int] | None:
         return None
 
 
-def container_figures(root: str = CGROUP) -> dict[str, float]:
+def container_metrics(root: str = CGROUP) -> dict[str, float]:
     """What the control group that is seen as the root uses: that of the container."""
     if os.path.exists(f"{root}/cgroup.controllers"):
         if not os.path.exists(f"{root}/cgroup.type"):
             return {}  # the root of the machine: this is no container
         used = _entries(f"{root}/cpu.stat").get("usage_usec")
-        figures = {
+        metrics = {
             "cpu_s": None if used is None else used / 1e6,
             "memory": _number(f"{root}/memory.current"),
             "threads": _number(f"{root}/pids.current"),
@@ -121,14 +121,14 @@ def container_figures(root: str = CGROUP) -> dict[str, float]:
     else:
         used = _number(f"{root}/cpuacct/cpuacct.usage")
         served = f"{root}/blkio/blkio.throttle.io_service_bytes"
-        figures = {
+        metrics = {
             "cpu_s": None if used is None else used / 1e9,
             "memory": _number(f"{root}/memory/memory.usage_in_bytes"),
             "threads": _number(f"{root}/pids/pids.current"),
             "read_bytes": _io_v1(served, "Read"),
             "written_bytes": _io_v1(served, "Write"),
         }
-    return {name: value for name, value in figures.items() if value is not None}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _text(path: str) -> str | None:
@@ -155,8 +155,8 @@ def _io_v2(path: str, name: str) -> float | None:
     text = _text(path)
     if text is None:
         return None
-    words = [word.partition("=") for word in text.split()]
-    return float(sum(int(value) for key, _, value in words if key == name and value.isdigit()))
+    tokens = [token.partition("=") for token in text.split()]
+    return float(sum(int(value) for key, _, value in tokens if key == name and value.isdigit()))
 
 
 def _io_v1(path: str, name: str) -> float | None:
@@ -198,32 +198,32 @@ class NvmlGpus:
             self._handles.append(handle)
             self._names.append(name.value.decode(errors="replace"))
 
-    def figures(self, visible: str | None, *, is_alone: bool) -> dict[str, float]:
+    def metrics(self, visible: str | None, *, is_alone: bool) -> dict[str, float]:
         """`gpu`, the GPUs' worth of time in use, and `gpu_memory` of the GPUs that `visible` names,
         as CUDA_VISIBLE_DEVICES does. Without it whose use it is is known only of who is alone."""
         handles = self._chosen(visible) if visible is not None else list(self._handles)
         if not handles or (visible is None and not is_alone):
             return {}
-        figures = {}
+        metrics = {}
         used = [value for value in map(self._used, handles) if value is not None]
         memory = [value for value in map(self._memory, handles) if value is not None]
         if len(used) == len(handles):
-            figures["gpu"] = sum(used)
+            metrics["gpu"] = sum(used)
         if len(memory) == len(handles):
-            figures["gpu_memory"] = sum(memory)
-        return figures
+            metrics["gpu_memory"] = sum(memory)
+        return metrics
 
     def _chosen(self, visible: str) -> list[Any]:
         chosen = []
-        for word in visible.split(","):
-            word = word.strip()
-            if word.isdigit() and int(word) < len(self._handles):
-                chosen.append(self._handles[int(word)])
-            elif word.startswith("GPU-"):
+        for token in visible.split(","):
+            token = token.strip()
+            if token.isdigit() and int(token) < len(self._handles):
+                chosen.append(self._handles[int(token)])
+            elif token.startswith("GPU-"):
                 chosen += [
                     handle
                     for handle, name in zip(self._handles, self._names)  # noqa: B905, Python 3.7
-                    if name.startswith(word)
+                    if name.startswith(token)
                 ]
             else:
                 break  # as CUDA does: what follows is not seen
@@ -256,7 +256,7 @@ class UseThread(threading.Thread):
         *,
         is_contained: bool,
         is_alone: bool,
-        said_at: Callable[[], float] | None = None,
+        printed_at: Callable[[], float] | None = None,
     ) -> None:
         """`is_contained`: the control group here is of this rank alone. `said_at`: when the rank
         last printed, by the monotonic clock; without it nobody knows whether it stands still."""
@@ -266,7 +266,7 @@ class UseThread(threading.Thread):
         self._gpus = NvmlGpus()
         self._over = threading.Event()
         self._before: tuple[float, float] | None = None
-        self._said_at = said_at
+        self._printed_at = printed_at
         self._used_at: float | None = None  # when it last used the CPU
         self._points: list[tuple[float, dict[str, float]]] = []
         self._number = 0
@@ -283,31 +283,31 @@ class UseThread(threading.Thread):
         self._over.set()
 
     def measure(self) -> None:
-        figures = container_figures() if self._is_contained else {}
-        if "cpu_s" not in figures:
-            figures = figures_of(processes_of(self._pid))
-        now, used_s = time.monotonic(), figures.pop("cpu_s")
+        metrics = container_metrics() if self._is_contained else {}
+        if "cpu_s" not in metrics:
+            metrics = metrics_of(processes_of(self._pid))
+        now, used_s = time.monotonic(), metrics.pop("cpu_s")
         if self._before is not None and now > self._before[0]:
-            figures["cpu"] = max(0.0, used_s - self._before[1]) / (now - self._before[0])
+            metrics["cpu"] = max(0.0, used_s - self._before[1]) / (now - self._before[0])
         if self._before is None or used_s - self._before[1] > idle_s(now - self._before[0]):
             self._used_at = now
         self._before = (now, used_s)
         visible = self._env.get("CUDA_VISIBLE_DEVICES")
-        figures.update(self._gpus.figures(visible, is_alone=self._is_alone))
-        self._points.append((time.time(), figures))
-        if len(self._points) > MAX_HELD:
+        metrics.update(self._gpus.metrics(visible, is_alone=self._is_alone))
+        self._points.append((time.time(), metrics))
+        if len(self._points) > MAX_PENDING:
             self._points = self._points[::2]
 
-    def still_s(self) -> float | None:
+    def unchanged_s(self) -> float | None:
         """For how long the rank has printed nothing and used no CPU, up to the last measurement."""
-        if self._said_at is None or self._used_at is None or self._before is None:
+        if self._printed_at is None or self._used_at is None or self._before is None:
             return None
-        return max(0.0, self._before[0] - max(self._used_at, self._said_at()))
+        return max(0.0, self._before[0] - max(self._used_at, self._printed_at()))
 
     def hand_on(self) -> None:
         if time.monotonic() < self._due:
             return
-        batch = batch_of(self._env, self._id, self._number + 1, self._points, self.still_s())
+        batch = batch_of(self._env, self._id, self._number + 1, self._points, self.unchanged_s())
         try:
             pause_s = self._sink.hand_on(batch)
         except OSError:
@@ -319,27 +319,27 @@ class UseThread(threading.Thread):
 
 def batch_of(
     env: Mapping[str, str],
-    life: str,
+    writer: str,
     number: int,
     points: Iterable[tuple[float, Any]],
-    still_s: float | None = None,
+    unchanged_s: float | None = None,
 ) -> bytes:
     """As `agent/metrics.py:batch_of` writes what a rank tells."""
     series: dict[str, list[list[float | None]]] = {}
-    for at, figures in points:
-        for name, value in figures.items():
+    for at, metrics in points:
+        for name, value in metrics.items():
             series.setdefault(MACHINE + name, []).append([at, None, value])
     document = {
         "rank": int(env.get("ATOLL_RANK", "0")),
         "attempt": int(env.get("ATOLL_ATTEMPT", "1")),
         "process": 0,
-        "id": life,
+        "id": writer,
         "n": number,
         "skipped": 0,
         "figures": series,
     }
-    if still_s is not None:
-        document["still"] = round(still_s, 3)
+    if unchanged_s is not None:
+        document["still"] = round(unchanged_s, 3)
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
@@ -350,7 +350,7 @@ def watch_use(
     is_contained: bool,
     is_alone: bool,
     sinks: Any,
-    said_at: Callable[[], float] | None = None,
+    printed_at: Callable[[], float] | None = None,
 ) -> UseThread | None:
     """Measures the rank with this environment, if it reports anywhere.
 
@@ -365,7 +365,7 @@ def watch_use(
         if sink is None:
             return None
         thread = UseThread(
-            plain, sink, pid, is_contained=is_contained, is_alone=is_alone, said_at=said_at
+            plain, sink, pid, is_contained=is_contained, is_alone=is_alone, printed_at=printed_at
         )
         thread.start()
         return thread

@@ -18,11 +18,11 @@ else:
 
 WHERE = "ATOLL_REPORTS"
 TOKEN = "ATOLL_REPORTS_TOKEN"
-FIGURES = "figures"  # the folder, or prefix, of what the ranks of a training report
+METRICS = "figures"  # the folder, or prefix, of what the ranks of a training report
 EVERY_S = 1.0
 SEGMENT_BYTES = 2**20
-UNREAD_SEGMENTS = 8  # from here on nobody seems to read: hand on less
-UNREAD_S = 60.0
+UNCOLLECTED_SEGMENTS = 8  # from here on nobody seems to read: hand on less
+UNCOLLECTED_S = 60.0
 HTTP_EVERY_S = 2.0
 HTTP_TIMEOUT_S = 5.0
 OBJECTS_EVERY_S = 15.0
@@ -70,8 +70,10 @@ class FolderSink:
             os.close(file)
         if start + len(batch) >= SEGMENT_BYTES:
             self._number += 1
-            unread = sum(name.startswith(f"{self._owner}.") for name in os.listdir(self._folder))
-            self._pause_s = EVERY_S if unread < UNREAD_SEGMENTS else UNREAD_S
+            uncollected = sum(
+                name.startswith(f"{self._owner}.") for name in os.listdir(self._folder)
+            )
+            self._pause_s = EVERY_S if uncollected < UNCOLLECTED_SEGMENTS else UNCOLLECTED_S
         return self._pause_s
 
 
@@ -96,10 +98,10 @@ class HttpSink:
         except HTTPError as error:
             with error:
                 answer = error.read(300).decode(errors="replace")
-            words = f"{self._url} answered {error.code}: {answer}"
+            message = f"{self._url} answered {error.code}: {answer}"
             if error.code in (400, 413, 422):
-                raise BatchRefused(words) from error
-            raise OSError(words) from error
+                raise BatchRefused(message) from error
+            raise OSError(message) from error
         return HTTP_EVERY_S
 
 
@@ -125,7 +127,7 @@ class ObjectSink:
         except BackendError as error:
             raise OSError(str(error)) from error
         self._number += 1
-        return OBJECTS_EVERY_S if self._number < OFTEN else UNREAD_S
+        return OBJECTS_EVERY_S if self._number < OFTEN else UNCOLLECTED_S
 
 
 def sink_of(environment: Mapping[str, str], owner: str) -> Sink | None:

@@ -34,7 +34,7 @@ ROUNDS_A_BATCH = 50
 MAX_BATCH = 2**20  # bytes
 POINTS_A_NAME = 60  # in one batch; more are merged
 SLICE_CALLS = 64  # that the thread takes at a time: 0.1 ms of the interpreter, or so
-REST_S = 0.001  # in which callers get the interpreter, between two slices
+PAUSE_S = 0.001  # in which callers get the interpreter, between two slices
 
 log = logging.getLogger(__name__)
 
@@ -43,22 +43,22 @@ log = logging.getLogger(__name__)
 Point = list[Any]
 
 
-def report(step: int | None = None, **figures: Any) -> None:
+def report(step: int | None = None, **metrics: Any) -> None:
     """Tells figures of this rank: `atoll.report(step=i, loss=0.3, tokens=4096)`.
 
     Numbers, or whatever `float` makes one of; a tensor of one element, too. Never raises, and does
     not wait. Outside a training it does nothing.
     """
     try:
-        _REPORTER.add(step, figures)
+        _REPORTER.add(step, metrics)
     except Exception as error:  # a figure must never end a training
         _REPORTER.note("report", f"a report is left out: {error!r}")
 
 
-def report_round(word: Mapping[str, Any]) -> None:
+def report_round(message: Mapping[str, Any]) -> None:
     """Tells of an outer round, as `core/rounds.py:RoundWord` has it. Never raises."""
     try:
-        _REPORTER.add_round(word)
+        _REPORTER.add_round(message)
     except Exception as error:
         _REPORTER.note("round", f"a round is left out: {error!r}")
 
@@ -67,51 +67,51 @@ class Reporter:
     """The figures of whatever process this is: a fork begins anew, with nothing to tell twice."""
 
     def __init__(self) -> None:
-        self._lives: dict[int, PendingFigures] = {}  # by pid; only that of this process is used
+        self._sessions: dict[int, PendingMetrics] = {}  # by pid; only that of this process is used
 
-    def add(self, step: int | None, figures: Mapping[str, Any]) -> None:
-        life = self._lives.get(os.getpid()) or self._begin()
-        if life.sink is None:
+    def add(self, step: int | None, metrics: Mapping[str, Any]) -> None:
+        session = self._sessions.get(os.getpid()) or self._begin()
+        if session.sink is None:
             return
-        if len(life.calls) >= MAX_WAITING:
-            life.lost += len(figures)
+        if len(session.calls) >= MAX_WAITING:
+            session.lost += len(metrics)
             return
-        known = {name: _kept(value) for name, value in figures.items()}
-        life.calls.append((time.time(), None if step is None else int(step), known))
+        known = {name: _retained(value) for name, value in metrics.items()}
+        session.calls.append((time.time(), None if step is None else int(step), known))
 
-    def add_round(self, word: Mapping[str, Any]) -> None:
-        life = self._lives.get(os.getpid()) or self._begin()
-        if life.sink is not None:
-            life.rounds.append(word)
+    def add_round(self, message: Mapping[str, Any]) -> None:
+        session = self._sessions.get(os.getpid()) or self._begin()
+        if session.sink is not None:
+            session.rounds.append(message)
 
-    def note(self, what: str, words: str) -> None:
+    def note(self, what: str, message: str) -> None:
         """Has the thread tell of it: a log may be as slow as whoever reads it."""
-        life = self._lives.get(os.getpid())
-        if life is not None:
-            life.notes.append((what, words))
+        session = self._sessions.get(os.getpid())
+        if session is not None:
+            session.notes.append((what, message))
 
     def flush(self) -> float:
         """Hands on what there is. Returns the seconds until it is worth trying again."""
-        life = self._lives.get(os.getpid())
-        return EVERY_S if life is None else life.flush()
+        session = self._sessions.get(os.getpid())
+        return EVERY_S if session is None else session.flush()
 
-    def _begin(self) -> PendingFigures:
-        life = PendingFigures(os.environ)
+    def _begin(self) -> PendingMetrics:
+        session = PendingMetrics(os.environ)
         # Whichever thread comes first: no lock is needed for that.
-        ours = self._lives.setdefault(os.getpid(), life)
-        if ours is life and life.sink is not None:
+        ours = self._sessions.setdefault(os.getpid(), session)
+        if ours is session and session.sink is not None:
             try:
                 # `Thread.start` would wait until it runs. A rank may be killed within a second.
-                _thread.start_new_thread(life.run, (SOON_S,))
+                _thread.start_new_thread(session.run, (SOON_S,))
             except RuntimeError as error:
-                life.sink = None
-                _tell_once("thread", f"figures are left out: {error}")
+                session.sink = None
+                _warn_once("thread", f"figures are left out: {error}")
             else:
-                atexit.register(life.close)
+                atexit.register(session.close)
         return ours
 
 
-class PendingFigures:
+class PendingMetrics:
     """The figures of one process, until they are handed on. Callers only append to its deques."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -119,19 +119,19 @@ class PendingFigures:
         self.rounds: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROUNDS)
         self.notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
         self.lost = 0  # figures of calls that found no room
-        teller = self._teller = Teller.of(environment)
-        owner = f"{teller.rank}.{teller.attempt}.{teller.process}.{teller.id}"
+        writer = self._writer = MetricWriter.of(environment)
+        owner = f"{writer.rank}.{writer.attempt}.{writer.process}.{writer.id}"
         self.sink = sink_of(environment, owner)
         self._pid = os.getpid()
         self._handing = threading.Lock()  # of what follows; no caller takes it
-        self._held: dict[str, list[Point]] = {}  # taken from the calls, and not handed on yet
+        self._pending: dict[str, list[Point]] = {}  # taken from the calls, and not handed on yet
         self._telling: list[Mapping[str, Any]] = []  # taken from the rounds, likewise
         self._names: set[str] = set()
         self._skipped = 0  # figures that were not kept, and are not told of yet
-        self._lost_told = 0  # of `lost`
+        self._lost_warned = 0  # of `lost`
         self._number = 0  # of batches
         self._sending: bytes | None = None  # the batch that is on its way
-        self._is_held_back = False  # the last try failed
+        self._is_delayed = False  # the last try failed
         self._is_ending = threading.Event()
         self._is_over = threading.Event()
 
@@ -139,9 +139,9 @@ class PendingFigures:
         """What the thread does, first after a pause, until the process ends."""
         threading.current_thread().name = "atoll-report"
         while not self._is_ending.wait(pause_s):
-            pause_s = self.flush(self._rest)
+            pause_s = self.flush(self._pause)
         self.flush()
-        while self._has_more() and not self._is_held_back:
+        while self._has_more() and not self._is_delayed:
             self.flush()
         self._is_over.set()
 
@@ -151,14 +151,14 @@ class PendingFigures:
             self._is_ending.set()
             self._is_over.wait(LAST_S)
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         if not self._is_ending.is_set():
-            time.sleep(REST_S)
+            time.sleep(PAUSE_S)
 
     def _has_more(self) -> bool:
-        return bool(self._sending or self._held or self._telling or self.calls or self.rounds)
+        return bool(self._sending or self._pending or self._telling or self.calls or self.rounds)
 
-    def flush(self, rest: Callable[[], object] = lambda: None) -> float:
+    def flush(self, pause: Callable[[], object] = lambda: None) -> float:
         """Hands on what there is. Returns the seconds until it is worth trying again.
 
         `rest` is called between slices of work.
@@ -166,11 +166,11 @@ class PendingFigures:
         if self.sink is None:
             return EVERY_S
         with self._handing:
-            self._is_held_back = False
+            self._is_delayed = False
             try:
-                self._take(rest)
+                self._take(pause)
                 if self._sending is None:
-                    self._sending = self._next_batch(rest)
+                    self._sending = self._next_batch(pause)
                 if self._sending is None:
                     return EVERY_S
                 # Until it has arrived, it stays as it is: it may have, and only its answer is lost.
@@ -179,65 +179,65 @@ class PendingFigures:
                 return pause_s
             except BatchRefused as error:
                 self._sending = None
-                _tell_once("refused", f"figures are left out: {error}")
+                _warn_once("refused", f"figures are left out: {error}")
             except OSError as error:
-                self._is_held_back = True
-                _tell_once("sink", f"figures are held back: {error}")
+                self._is_delayed = True
+                _warn_once("sink", f"figures are held back: {error}")
             except Exception:
-                self._sending, self._is_held_back = None, True
-                _tell_once("flush", "figures cannot be handed on", exc_info=True)
+                self._sending, self._is_delayed = None, True
+                _warn_once("flush", "figures cannot be handed on", exc_info=True)
             return self.sink.patience_s
 
-    def _next_batch(self, rest: Callable[[], object]) -> bytes | None:
+    def _next_batch(self, pause: Callable[[], object]) -> bytes | None:
         count = ROUNDS_A_BATCH
         lost = self.lost
-        skipped = self._skipped + lost - self._lost_told
+        skipped = self._skipped + lost - self._lost_warned
         while True:
             rounds = self._telling[:count]
-            if not self._held and not skipped and not rounds:
+            if not self._pending and not skipped and not rounds:
                 return None
-            batch = batch_of(self._teller, self._number + 1, self._held, skipped, rounds, rest)
+            batch = batch_of(self._writer, self._number + 1, self._pending, skipped, rounds, pause)
             if len(batch) <= MAX_BATCH or not rounds:
                 break
             if count == 1:
                 self._telling.pop(0)
-                _tell_once("round", "a round is left out: its manifest is too large")
+                _warn_once("round", "a round is left out: its manifest is too large")
             count = max(1, count // 2)
         del self._telling[: len(rounds)]
-        self._held, self._skipped, self._lost_told = {}, 0, lost
+        self._pending, self._skipped, self._lost_warned = {}, 0, lost
         self._number += 1
         return batch
 
-    def _take(self, rest: Callable[[], object]) -> None:
+    def _take(self, pause: Callable[[], object]) -> None:
         while self.notes:
-            _tell_once(*self.notes.popleft())
+            _warn_once(*self.notes.popleft())
         while self.rounds:
             self._telling.append(self.rounds.popleft())
         del self._telling[:-MAX_ROUNDS]
         for count in range(len(self.calls)):
             if count % SLICE_CALLS == SLICE_CALLS - 1:
-                rest()
-            at, step, figures = self.calls.popleft()
-            for name, value in figures.items():
+                pause()
+            at, step, metrics = self.calls.popleft()
+            for name, value in metrics.items():
                 number = _number(name, value)
                 if number is not None:
                     self._hold(name[:MAX_NAME], [at, step, number])
-        for name, points in self._held.items():
+        for name, points in self._pending.items():
             if len(points) > POINTS_A_NAME:
-                rest()
-                self._held[name] = merged(points, POINTS_A_NAME, rest)
+                pause()
+                self._pending[name] = merged(points, POINTS_A_NAME, pause)
 
     def _hold(self, name: str, point: Point) -> None:
         self._names.add(name)
         if len(self._names) > MAX_NAMES:
             self._names.discard(name)
-            _tell_once("names", f"only {MAX_NAMES} names are kept: {name!r} is left out")
+            _warn_once("names", f"only {MAX_NAMES} names are kept: {name!r} is left out")
             self._skipped += 1
             return
-        self._held.setdefault(name, []).append(point)
+        self._pending.setdefault(name, []).append(point)
 
 
-class Teller(NamedTuple):
+class MetricWriter(NamedTuple):
     """Whose figures these are. A process of a rank that is started again is another life."""
 
     rank: int
@@ -246,39 +246,39 @@ class Teller(NamedTuple):
     id: str
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Teller:
+    def of(cls, environment: Mapping[str, str]) -> MetricWriter:
         is_one_of_many = "TORCHELASTIC_RUN_ID" in environment
         return cls(
-            _whole(environment.get("ATOLL_RANK"), 0),
-            _whole(environment.get("ATOLL_ATTEMPT"), 1),
-            _whole(environment.get("LOCAL_RANK"), 0) if is_one_of_many else 0,
+            _complete(environment.get("ATOLL_RANK"), 0),
+            _complete(environment.get("ATOLL_ATTEMPT"), 1),
+            _complete(environment.get("LOCAL_RANK"), 0) if is_one_of_many else 0,
             f"{time.time_ns() // 1_000_000:x}-{os.getpid():x}",
         )
 
 
 def batch_of(
-    life: Teller,
+    session: MetricWriter,
     number: int,
-    figures: Mapping[str, list[Point]],
+    metrics: Mapping[str, list[Point]],
     skipped: int,
     rounds: Sequence[Mapping[str, Any]] = (),
-    rest: Callable[[], object] = lambda: None,
+    pause: Callable[[], object] = lambda: None,
 ) -> bytes:
     """One line. Numbers that JSON does not have are text: `nan`, `inf`, `-inf`.
 
     Encoded bit by bit, with a `rest` between: the encoder does not let go of the interpreter.
     """
-    head = _json({**life._asdict(), "n": number, "skipped": skipped})
-    told = []
-    for name, points in figures.items():
-        told.append(_json(name) + ":" + _json([[_plain(part) for part in p] for p in points]))
-        rest()
-    words = []
-    for word in rounds:
-        words.append(_json(word))
-        rest()
-    tail = f',"rounds":[{",".join(words)}]' if words else ""
-    return f'{head[:-1]},"figures":{{{",".join(told)}}}{tail}}}\n'.encode()
+    head = _json({**session._asdict(), "n": number, "skipped": skipped})
+    series = []
+    for name, points in metrics.items():
+        series.append(_json(name) + ":" + _json([[_plain(part) for part in p] for p in points]))
+        pause()
+    encoded = []
+    for message in rounds:
+        encoded.append(_json(message))
+        pause()
+    tail = f',"rounds":[{",".join(encoded)}]' if encoded else ""
+    return f'{head[:-1]},"figures":{{{",".join(series)}}}{tail}}}\n'.encode()
 
 
 def _json(what: Any) -> str:
@@ -286,25 +286,25 @@ def _json(what: Any) -> str:
 
 
 def merged(
-    points: Sequence[Point], count: int, rest: Callable[[], object] = lambda: None
+    points: Sequence[Point], count: int, pause: Callable[[], object] = lambda: None
 ) -> list[Point]:
     """At most `count` points: neighbours become one, which keeps their least and largest."""
     width = -(-len(points) // count)
-    whole = []
+    complete = []
     for at in range(0, len(points), width):
-        whole.append(_merge(points[at : at + width]))
+        complete.append(_merge(points[at : at + width]))
         if width > SLICE_CALLS:
-            rest()
-    return whole
+            pause()
+    return complete
 
 
 def _merge(points: Sequence[Point]) -> Point:
     if len(points) == 1:
         return points[0]
-    whole = [point if len(point) > 3 else _widened(point) for point in points]
-    total = sum(point[5] for point in whole)
-    bad = sum(point[6] for point in whole)
-    finite = [point for point in whole if point[5]]
+    complete = [point if len(point) > 3 else _widened(point) for point in points]
+    total = sum(point[5] for point in complete)
+    bad = sum(point[6] for point in complete)
+    finite = [point for point in complete if point[5]]
     if not finite:
         return [*points[-1][:2], math.nan, math.nan, math.nan, 0, bad]
     mean = sum(point[3] * (point[5] / total) for point in finite)
@@ -328,7 +328,7 @@ class _NoNumber(NamedTuple):
     why: str
 
 
-def _kept(value: Any) -> Any:
+def _retained(value: Any) -> Any:
     """The value as it is now. What is still computed is read by the thread, not waited for here."""
     if type(value) in (int, float):
         return value
@@ -352,21 +352,21 @@ def _number(name: str, value: Any) -> float | None:
         why = value.why
     except Exception as error:
         why = str(error)
-    _tell_once(f"value {name}", f"{name} is left out: {why}")
+    _warn_once(f"value {name}", f"{name} is left out: {why}")
     return None
 
 
-def _whole(text: str | None, otherwise: int) -> int:
+def _complete(text: str | None, otherwise: int) -> int:
     with contextlib.suppress(TypeError, ValueError):
         return int(text)  # type: ignore[arg-type]
     return otherwise
 
 
-def _tell_once(what: str, words: str, *, exc_info: bool = False) -> None:
-    if what not in _TOLD:
-        _TOLD.add(what)
-        log.warning("atoll.report: %s", words, exc_info=exc_info)
+def _warn_once(what: str, message: str, *, exc_info: bool = False) -> None:
+    if what not in _WARNED:
+        _WARNED.add(what)
+        log.warning("atoll.report: %s", message, exc_info=exc_info)
 
 
-_TOLD: set[str] = set()
+_WARNED: set[str] = set()
 _REPORTER = Reporter()

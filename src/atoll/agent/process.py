@@ -87,7 +87,7 @@ def _signal_name(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
-def own_word(path: str) -> dict[str, Any]:
+def own_record(path: str) -> dict[str, Any]:
     """When and why the program failed, as it wrote itself: before its peers failed in turn.
 
     The file is written by torch's @record and by atoll's own entry points.
@@ -105,10 +105,10 @@ def own_word(path: str) -> dict[str, Any]:
         text = str(error["message"]).encode(errors="backslashreplace").decode()
         # The exception comes first, but one of a child process comes last, after its traceback.
         line = -1 if "Traceback (most recent call last)" in text else 0
-        word = {"failedAt": failed_at, "message": _lines(text)[line][:500]}
+        argument = {"failedAt": failed_at, "message": _lines(text)[line][:500]}
         if error["extraInfo"].get("reason") in OWN_REASONS:
-            word["reason"] = error["extraInfo"]["reason"]
-        return word
+            argument["reason"] = error["extraInfo"]["reason"]
+        return argument
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return {}
 
@@ -147,8 +147,8 @@ def failure_tail(lines: list[str]) -> list[str]:
 def _first_failed(report: list[str]) -> str:
     """The rank that torchrun calls the root cause, as it prints it."""
     text = "\n".join(report).partition("Root Cause (first observed failure):")[2]
-    found = re.search(r"^ *rank *: (\d+) ", text, re.MULTILINE)
-    return found.group(1) if found else ""
+    hit = re.search(r"^ *rank *: (\d+) ", text, re.MULTILINE)
+    return hit.group(1) if hit else ""
 
 
 def record_line(record: dict[str, Any], limit: int) -> bytes:
@@ -178,9 +178,9 @@ def read_record(text: str) -> dict[str, Any] | None:
     if not isinstance(record, dict) or MARK not in record:
         return None
     code, at, tail = record.get("code"), record.get("at"), record.get("tail", [])
-    is_whole = isinstance(code, (int, type(None))) and isinstance(at, (int, float, type(None)))
-    is_whole = is_whole and isinstance(tail, list)
-    return record if is_whole else None
+    is_complete = isinstance(code, (int, type(None))) and isinstance(at, (int, float, type(None)))
+    is_complete = is_complete and isinstance(tail, list)
+    return record if is_complete else None
 
 
 # The wrapper
@@ -218,7 +218,7 @@ class Command:
 
     def __init__(
         self,
-        words: list[str],
+        arguments: list[str],
         env: dict[bytes, bytes],
         *,
         is_bound: bool,
@@ -232,7 +232,7 @@ class Command:
         self.is_folder_missing = False  # the failure is that of its folder
         self.signalled: int | None = None  # the first signal that told it to end
         self.stopped_at: float | None = None  # monotonic, while a signal has stopped it
-        self.said_at = time.monotonic()  # when it last printed
+        self.printed_at = time.monotonic()  # when it last printed
         self._is_bound = is_bound
         self._is_leader = is_leader
         self._folder = folder
@@ -253,7 +253,7 @@ class Command:
             if is_bound:
                 # Harmless where the parent lives: only the thread that forked this may have ended.
                 set_death_signal(signal.SIGCONT)
-            self._start(words, env, output_in)
+            self._start(arguments, env, output_in)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
             os.close(output_in)
@@ -293,18 +293,18 @@ class Command:
             while left > 0 and self._copy():
                 left -= CHUNK_BYTES
 
-    def _start(self, words: list[str], env: dict[bytes, bytes], output: int) -> None:
+    def _start(self, arguments: list[str], env: dict[bytes, bytes], output: int) -> None:
         failures, failures_in = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            self._become(words, env, output, failures_in)
+            self._become(arguments, env, output, failures_in)
         os.close(failures_in)
         failure = int(os.read(failures, 16) or b"0")
         self.failure, self.is_folder_missing = abs(failure), failure < 0
         os.close(failures)
 
     def _become(
-        self, words: list[str], env: dict[bytes, bytes], output: int, failures: int
+        self, arguments: list[str], env: dict[bytes, bytes], output: int, failures: int
     ) -> NoReturn:
         sign = 1
         try:
@@ -323,7 +323,7 @@ class Command:
                 sign = -1
                 os.chdir(self._folder)
                 sign = 1
-            os.execvpe(words[0], words, env)
+            os.execvpe(arguments[0], arguments, env)
         except BaseException as error:
             os.write(failures, b"%d" % (sign * (getattr(error, "errno", None) or errno.EINVAL)))
         finally:
@@ -368,7 +368,7 @@ class Command:
     def _copy(self) -> bool:
         data = os.read(self._output, CHUNK_BYTES)
         if data:
-            self.said_at = time.monotonic()
+            self.printed_at = time.monotonic()
         self.tail = (self.tail + data)[-SEARCHED_BYTES:]
         if self.times is not None and data:
             self.times.note()
@@ -379,13 +379,13 @@ class Command:
         return bool(data)
 
 
-def _become_alone(words: list[str], env: dict[bytes, bytes]) -> NoReturn:
+def _become_alone(arguments: list[str], env: dict[bytes, bytes]) -> NoReturn:
     try:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        os.execvpe(words[0], words, env)
+        os.execvpe(arguments[0], arguments, env)
     except OSError as error:
-        os.write(2, f"atoll: {words[0]}: {error.strerror}\n".encode(errors="replace"))
+        os.write(2, f"atoll: {arguments[0]}: {error.strerror}\n".encode(errors="replace"))
         os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_RUN)
 
 
@@ -439,7 +439,7 @@ def remove_error_file(error_file: str) -> None:
         os.rmdir(os.path.dirname(error_file))
 
 
-def record_of(command: Command, word: str, error_file: str, host: str) -> dict[str, Any]:
+def record_of(command: Command, argument: str, error_file: str, host: str) -> dict[str, Any]:
     record = exit_fields(command.status, round(time.time(), 6))
     record["host"] = host
     if command.failure:
@@ -447,11 +447,11 @@ def record_of(command: Command, word: str, error_file: str, host: str) -> dict[s
         is_missing = is_missing and not command.is_folder_missing
         record["code"] = NOT_FOUND if is_missing else CANNOT_RUN
         record["reason"] = "CommandNotFound" if is_missing else "CannotRun"
-        what = "its working directory" if command.is_folder_missing else word[:200]
+        what = "its working directory" if command.is_folder_missing else argument[:200]
         record["message"] = f"{what}: {os.strerror(command.failure)}"
     elif record["code"] != 0:
         record["tail"] = failure_tail(_lines(command.tail.decode(errors="replace")))[-TAIL_LINES:]
-        record.update(own_word(error_file))
+        record.update(own_record(error_file))
     return record
 
 
@@ -515,7 +515,7 @@ def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) 
         is_contained=is_contained,
         is_alone=is_contained,
         sinks=metric_sinks,
-        said_at=lambda: command.said_at,
+        printed_at=lambda: command.printed_at,
     )
 
 
@@ -535,20 +535,20 @@ def _companions(name: str) -> Any:
         return module
 
 
-def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoReturn:
+def run(arguments: list[str], *, record: str, limit: int, is_bound: bool) -> NoReturn:
     """Run the command, write how it ended, and end as it did."""
     env = environment()
     env.pop(RECORD_VARIABLE.encode(), None)
     is_own_file = not env.get(ERROR_VARIABLE.encode())
     error_file = error_file_of(env)
     try:
-        command = Command(words, env, is_bound=is_bound)
+        command = Command(arguments, env, is_bound=is_bound)
     except OSError:  # no process or pipe to be had; the command itself needs neither
-        _become_alone(words, env)
+        _become_alone(arguments, env)
     watch_use(env, command, is_contained=True)
     command.wait()
     host = os.environ.get("NODE_NAME") or os.uname().nodename
-    ended = record_of(command, words[0], error_file, host)
+    ended = record_of(command, arguments[0], error_file, host)
     if command.failure:
         os.write(2, f"atoll: {ended['message']}\n".encode(errors="replace"))
     if record:
@@ -558,27 +558,27 @@ def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoRetur
     end_as(ended, None if command.failure else command.status)
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     options = {"--record": os.environ.get(RECORD_VARIABLE, ""), "--limit": "4096", "--claim": ""}
     is_bound = False
-    while words and words[0] != "--":
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--check":  # whether this Python can run this file
+    while arguments and arguments[0] != "--":
+        argument = arguments.pop(0)
+        name, equals, value = argument.partition("=")
+        if argument == "--check":  # whether this Python can run this file
             return 0
-        if word == "--bound":
+        if argument == "--bound":
             is_bound = True
-        elif name in options and (equals or words):
-            options[name] = value if equals else words.pop(0)
+        elif name in options and (equals or arguments):
+            options[name] = value if equals else arguments.pop(0)
         else:
-            words = []
-    if len(words) < 2 or not options["--limit"].isdigit():
+            arguments = []
+    if len(arguments) < 2 or not options["--limit"].isdigit():
         sys.stderr.write(USAGE)
         return 2
     if options["--claim"] and not _claim(options["--claim"]):
         sys.stderr.write(f"atoll: another process runs this attempt: {options['--claim']}\n")
         return CLAIMED
-    run(words[1:], record=options["--record"], limit=int(options["--limit"]), is_bound=is_bound)
+    run(arguments[1:], record=options["--record"], limit=int(options["--limit"]), is_bound=is_bound)
 
 
 if __name__ == "__main__":

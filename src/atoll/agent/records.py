@@ -85,8 +85,8 @@ def exit_record(rank: int, attempt: int, end: Mapping[str, Any]) -> dict[str, An
 def stops(desired: Record, rank: int) -> list[int]:
     """Return the attempts of a rank that have to stop; restarts are counted anew after each."""
     told = desired.get("stops")
-    found: list[int] = told.get(str(rank), []) if told else []
-    return found
+    match: list[int] = told.get(str(rank), []) if told else []
+    return match
 
 
 def restarts(desired: Record, rank: int, attempt: int) -> int:
@@ -291,9 +291,9 @@ def due(facts: Facts, max_restarts: int) -> Iterator[Due]:
     for rank in facts.candidates():
         one = facts.current(rank)
         last, end = (None, None) if one is None else (one.attempt, one.exit)
-        found = next_attempt(facts, rank, last, end, max_restarts)
-        if found is not None:
-            yield found
+        match = next_attempt(facts, rank, last, end, max_restarts)
+        if match is not None:
+            yield match
 
 
 def next_attempt(

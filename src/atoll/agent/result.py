@@ -91,15 +91,15 @@ def result_lines(result: Result, nonce: str, call: str) -> list[bytes]:
 
 def leave(result: Result) -> None:
     """Put the result where ATOLL_RESULT says; do nothing where atoll did not start the process."""
-    place = os.environ.get(RESULT_VARIABLE)
-    if place == IN_LOG:
+    target = os.environ.get(RESULT_VARIABLE)
+    if target == IN_LOG:
         uid = os.environ.get(UID_VARIABLE, "")
         sys.stdout.flush()
         for line in result_lines(result, nonce_of(uid), os.urandom(4).hex()):
             while line:
                 line = line[os.write(1, line) :]
-    elif place:
-        write_result(place, result)
+    elif target:
+        write_result(target, result)
 
 
 def write_result(path: str, result: Result) -> None:

@@ -37,22 +37,24 @@ class Refused(OSError):
     """What is not, or must not be, unpacked."""
 
 
-def read_archive(place: str, digest: str) -> bytes:
+def read_archive(location: str, digest: str) -> bytes:
     """Its bytes. Raises Refused if they are others than those of `digest`."""
-    parts = [place]
-    if os.path.isdir(place):
-        parts = sorted(os.path.join(place, name) for name in os.listdir(place) if name[0] != ".")
+    parts = [location]
+    if os.path.isdir(location):
+        parts = sorted(
+            os.path.join(location, name) for name in os.listdir(location) if name[0] != "."
+        )
     data = b""
     for part in parts:
         with open(part, "rb") as file:
             data += file.read(MAX_PACKED + 1 - len(data))
-    check_digest(data, digest, place)
+    check_digest(data, digest, location)
     return data
 
 
-def check_digest(data: bytes, digest: str, place: str) -> None:
+def check_digest(data: bytes, digest: str, location: str) -> None:
     if len(data) > MAX_PACKED or hashlib.sha256(data).hexdigest() != digest:
-        raise Refused(f"{place} is not the code that was deployed: its digest is another one")
+        raise Refused(f"{location} is not the code that was deployed: its digest is another one")
 
 
 def unpack_or_refuse(data: bytes, root: str) -> None:
@@ -93,8 +95,8 @@ def _extract(tar: tarfile.TarFile, root: str) -> None:
         if name in names:
             raise Refused(f"{name} is in the archive twice")
         names.add(name)
-        place = os.path.join(root, name)
-        folder = os.path.dirname(place)
+        location = os.path.join(root, name)
+        folder = os.path.dirname(location)
         os.makedirs(folder, exist_ok=True)
         if os.path.realpath(folder) != os.path.normpath(folder):
             raise Refused(f"{name} would be written through a link")
@@ -103,12 +105,12 @@ def _extract(tar: tarfile.TarFile, root: str) -> None:
             raise Refused(f"{name}: there are more than {MAX_UNPACKED} bytes in the archive")
         if entry.issym():
             _checked(os.path.normpath(os.path.join(os.path.dirname(name), entry.linkname)), name)
-            os.symlink(entry.linkname, place)
+            os.symlink(entry.linkname, location)
         elif entry.isreg():
             source = tar.extractfile(entry)
             assert source is not None
             mode = 0o755 if entry.mode & 0o100 else 0o644
-            into = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            into = os.open(location, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with os.fdopen(into, "wb") as file:
                 shutil.copyfileobj(source, file)
         else:
@@ -122,13 +124,13 @@ def _checked(path: str, name: str = "") -> str:
     return path
 
 
-def say(words: str, reason: str) -> None:
+def say(message: str, reason: str) -> None:
     """Says why the rank ends, also where the record of its end takes it from."""
-    sys.stderr.write(f"atoll: {words}\n")
+    sys.stderr.write(f"atoll: {message}\n")
     path = os.environ.get(ERROR_VARIABLE)
     if path and not os.path.exists(path):
         extra = {"timestamp": f"{time.time():.6f}", "reason": reason}
-        error = {"message": words, "extraInfo": extra}
+        error = {"message": message, "extraInfo": extra}
         with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump({"message": error}, file)
 
@@ -148,20 +150,20 @@ def become(command: list[str], root: str, path: list[str]) -> NoReturn:
         sys.exit(NOT_FOUND if is_missing else FAILED)
 
 
-def main(words: list[str]) -> int:
-    if words == ["--check"]:  # whether this Python can run this file
+def main(message: list[str]) -> int:
+    if message == ["--check"]:  # whether this Python can run this file
         return 0
     digest, path = "", []
-    while len(words) > 1 and words[0] in ("--digest", "--path"):
-        if words[0] == "--digest":
-            digest = words[1]
+    while len(message) > 1 and message[0] in ("--digest", "--path"):
+        if message[0] == "--digest":
+            digest = message[1]
         else:
-            path.append(words[1])
-        words = words[2:]
-    if len(words) < 4 or words[2] != "--" or len(digest) != 64:
+            path.append(message[1])
+        message = message[2:]
+    if len(message) < 4 or message[2] != "--" or len(digest) != 64:
         sys.stderr.write(USAGE)
         return 2
-    archive, root, command = words[0], os.path.abspath(words[1]), words[3:]
+    archive, root, command = message[0], os.path.abspath(message[1]), message[3:]
     try:
         if not os.path.isdir(root):
             unpack_or_refuse(read_archive(archive, digest), root)

@@ -136,7 +136,7 @@ class Folder:
                 os.close(fd)
 
 
-def open_place(uri: str) -> RecordStore:
+def open_record_store(uri: str) -> RecordStore:
     """The records under a path, file:// or the URI of an object store."""
     if uri.startswith("/"):
         return Folder(uri)
@@ -149,9 +149,9 @@ def open_place(uri: str) -> RecordStore:
     return Objects.open(uri)
 
 
-def read(place: RecordStore, name: str) -> dict[str, Any] | None:
+def read(record_store: RecordStore, name: str) -> dict[str, Any] | None:
     """The document of that name; None if there is none, or something else."""
-    data = place.get(name)
+    data = record_store.get(name)
     if data is None:
         return None
     try:
@@ -168,8 +168,8 @@ def write(document: dict[str, Any]) -> bytes:
 class RankAttempt:
     """The records of one attempt, as its own process writes them."""
 
-    def __init__(self, place: RecordStore, rank: int, attempt: int, host: str) -> None:
-        self.place = place
+    def __init__(self, record_store: RecordStore, rank: int, attempt: int, host: str) -> None:
+        self.record_store = record_store
         self.rank = rank
         self.attempt = attempt
         self.host = host
@@ -182,14 +182,14 @@ class RankAttempt:
         claim = records.claim_record(
             self.rank, self.attempt, time.time(), token=token, host=self.host, pid=pid, **facts
         )
-        return self.place.create(self._name(records.CLAIM), write(claim))
+        return self.record_store.create(self._name(records.CLAIM), write(claim))
 
     def started(self, pid: int) -> None:
         start = records.start_record(self.rank, self.attempt, time.time(), host=self.host, pid=pid)
-        self.place.put(self._name(records.START), write(start))
+        self.record_store.put(self._name(records.START), write(start))
 
     def heartbeat(self) -> None:
-        self.place.heartbeat(self._name(records.HEARTBEAT))
+        self.record_store.heartbeat(self._name(records.HEARTBEAT))
 
     def end(self, record: dict[str, Any]) -> bool:
         """Writes how it ended, once; False if somebody else has concluded that already."""
@@ -198,7 +198,7 @@ class RankAttempt:
         line = process.record_line(record, records.MAX_RECORD_BYTES)
         while True:
             try:
-                return self.place.create(self._name(records.EXIT), line)
+                return self.record_store.create(self._name(records.EXIT), line)
             except Exception as error:  # of whatever client the place has
                 if time.monotonic() > deadline:
                     raise
@@ -208,14 +208,14 @@ class RankAttempt:
 
     def is_concluded(self) -> bool:
         """Whether somebody has written how it ended."""
-        return self.place.get(self._name(records.EXIT)) is not None
+        return self.record_store.get(self._name(records.EXIT)) is not None
 
     def is_unwanted(self, *, unless_missing: bool = False) -> bool:
         """As the wish is now; what was last read of it is kept in `wish`.
 
         `unless_missing`: what runs is not ended because a wish is lost.
         """
-        desired = read(self.place, records.DESIRED)
+        desired = read(self.record_store, records.DESIRED)
         if desired is None:
             return not unless_missing
         self.desired = desired
@@ -242,17 +242,21 @@ class DesiredStateWatcher:
         self._thread.join(timeout=5.0)
 
     def _follow(self) -> None:
-        place, heartbeat_at, is_told = self._attempt.place, 0.0, bool(self._command.failure)
+        record_store, heartbeat_at, has_stop = (
+            self._attempt.record_store,
+            0.0,
+            bool(self._command.failure),
+        )
         while True:
             with contextlib.suppress(Exception):  # of whatever client the place has: asked again
                 now = time.monotonic()
-                if not is_told:
+                if not has_stop:
                     self._attempt.started(self._command.pid)
-                    is_told = True
-                if now >= heartbeat_at + place.heartbeat_s:
+                    has_stop = True
+                if now >= heartbeat_at + record_store.heartbeat_s:
                     is_late = (
                         heartbeat_at
-                        and now > heartbeat_at + MAX_MISSED_HEARTBEATS * place.heartbeat_s
+                        and now > heartbeat_at + MAX_MISSED_HEARTBEATS * record_store.heartbeat_s
                     )
                     heartbeat_at = now
                     self._attempt.heartbeat()
@@ -263,7 +267,7 @@ class DesiredStateWatcher:
                 if not self.is_stop_wanted and self._attempt.is_unwanted(unless_missing=True):
                     self.is_stop_wanted = True
                     self._command.wake()
-            if self._over.wait(place.poll_s):
+            if self._over.wait(record_store.poll_s):
                 return
 
 
@@ -285,7 +289,7 @@ class StopPolicy:
         self._eviction_s = launch["eviction_s"]
         self._ends_at = ends_at  # monotonic: its place ends soon after, and another takes over
         self._kill_at: float | None = None
-        self.stop_asked_at = 0.0  # wall, as the program dates its failure
+        self.stop_requested_at = 0.0  # wall, as the program dates its failure
         # Where nobody else is left to keep it.
         deadline_s = launch.get("deadline_s")
         self._due_at = None if deadline_s is None else time.monotonic() + deadline_s + DUE_MARGIN_S
@@ -299,7 +303,7 @@ class StopPolicy:
             self._kill("SupervisorLost", "it was given up as lost")
         elif self.reason != "Stopped" and (self._watch.is_stop_wanted or self._is_time_up(now)):
             self.reason, self._kill_at = "Stopped", now + self._grace_s
-            self.stop_asked_at = time.time()
+            self.stop_requested_at = time.time()
             self.message = "" if self._watch.is_stop_wanted else HANDED_OVER
             command.kill(signal.SIGTERM)
         elif self._due_at is not None and now >= self._due_at and not self.reason:
@@ -336,18 +340,18 @@ def _interrupt(number: int, _: object) -> None:
 
 def wait_at_gate(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, Any] | None:
     """What the gate says once it is open; None if the attempt is not to run after all."""
-    parent, place = os.getppid(), attempt.place
+    parent, record_store = os.getppid(), attempt.record_store
     heartbeat_at = 0.0
     while not attempt.is_unwanted() and os.getppid() == parent:
         if not launch.get("gated"):
             return {}
-        gate = read(place, records.GATE)
+        gate = read(record_store, records.GATE)
         if gate is not None:
             return gate
-        if time.monotonic() >= heartbeat_at + place.heartbeat_s:
+        if time.monotonic() >= heartbeat_at + record_store.heartbeat_s:
             heartbeat_at = time.monotonic()
             attempt.heartbeat()
-        time.sleep(place.poll_s)
+        time.sleep(record_store.poll_s)
     return None
 
 
@@ -355,10 +359,10 @@ def meeting_of(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, str]:
     """Where the ranks meet: at rank 0, which says so when it is claimed."""
     if not launch.get("meeting"):
         return {}
-    meeting = read(attempt.place, records.RENDEZVOUS)
+    meeting = read(attempt.record_store, records.RENDEZVOUS)
     while meeting is None and not attempt.is_unwanted():  # rank 0 is on its way
-        time.sleep(attempt.place.poll_s)
-        meeting = read(attempt.place, records.RENDEZVOUS)
+        time.sleep(attempt.record_store.poll_s)
+        meeting = read(attempt.record_store, records.RENDEZVOUS)
     if meeting is None:
         return {}
     own = f"{meeting['host']}:{meeting['port']}"
@@ -368,16 +372,16 @@ def meeting_of(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, str]:
 
 def call_meeting(attempt: RankAttempt) -> None:
     """Rank 0 names its host and a free port; on the same host it stays where it was."""
-    before = read(attempt.place, records.RENDEZVOUS)
+    before = read(attempt.record_store, records.RENDEZVOUS)
     if before is not None and before["host"] == attempt.host:
         return
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    attempt.place.put(records.RENDEZVOUS, write({"host": attempt.host, "port": port}))
+    attempt.record_store.put(records.RENDEZVOUS, write({"host": attempt.host, "port": port}))
 
 
-def unpack_code(place: RecordStore, launch: dict[str, Any]) -> str:
+def unpack_code(record_store: RecordStore, launch: dict[str, Any]) -> str:
     """The root of the code that travels with the training, unpacked; empty if it has none.
 
     Beside the records if they are in a folder, so that all ranks have it once. Raises Refused, and
@@ -390,9 +394,9 @@ def unpack_code(place: RecordStore, launch: dict[str, Any]) -> str:
         from atoll.agent import unpack
     else:
         unpack = __import__("unpack")
-    root = code_root(place, launch["uid"], code["digest"])
+    root = code_root(record_store, launch["uid"], code["digest"])
     if not os.path.isdir(root):
-        data = place.get(records.CODE)
+        data = record_store.get(records.CODE)
         if data is None:
             raise OSError("the code of the training is gone")
         unpack.check_digest(data, code["digest"], "what is stored as code")
@@ -400,8 +404,8 @@ def unpack_code(place: RecordStore, launch: dict[str, Any]) -> str:
     return root
 
 
-def code_root(place: RecordStore, uid: str, digest: str) -> str:
-    base = getattr(place, "path", "")
+def code_root(record_store: RecordStore, uid: str, digest: str) -> str:
+    base = getattr(record_store, "path", "")
     if base:
         return f"{base}/tree-{digest[:12]}"
     import tempfile
@@ -444,7 +448,7 @@ def open_log(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
     from atoll.logs.bucket import UploadedLog
 
     store = Objects.open("{}/{}".format(launch["logs"], attempt.rank))
-    return UploadedLog(store, attempt.attempt, often_s=min(attempt.place.poll_s, 0.5))
+    return UploadedLog(store, attempt.attempt, often_s=min(attempt.record_store.poll_s, 0.5))
 
 
 def open_times(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
@@ -474,7 +478,7 @@ def upload_result(attempt: RankAttempt, launch: dict[str, Any], path: str) -> No
     until, pause_s = time.monotonic() + WRITE_PATIENCE_S, 0.1
     while True:
         try:
-            open_place(launch["results"]).put(os.path.basename(path), data)
+            open_record_store(launch["results"]).put(os.path.basename(path), data)
             return
         except Exception as error:  # of whatever client the store has
             if time.monotonic() > until:
@@ -484,9 +488,9 @@ def upload_result(attempt: RankAttempt, launch: dict[str, Any], path: str) -> No
         pause_s = min(pause_s * 2, 10.0)
 
 
-def fetch(place: RecordStore, name: str, path: str) -> None:
+def fetch(record_store: RecordStore, name: str, path: str) -> None:
     """Puts a file of the place where ranks look for it. Other ranks may do the same there."""
-    data = place.get(name)
+    data = record_store.get(name)
     if data is None:
         raise FileNotFoundError(errno.ENOENT, "the records have no such file", name)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -498,13 +502,13 @@ def fetch(place: RecordStore, name: str, path: str) -> None:
 
 def run(attempt: RankAttempt) -> int:
     """Claims the attempt and runs it to its end. The code to exit with."""
-    launch = read(attempt.place, records.LAUNCH)
-    born_at = time.monotonic()
+    launch = read(attempt.record_store, records.LAUNCH)
+    start_ticks_of = time.monotonic()
     if launch is None or attempt.is_unwanted():
         say("nobody wants this attempt any more")
         return 0
-    attempt.place.poll_s = launch.get("poll_s", attempt.place.poll_s)
-    attempt.place.heartbeat_s = launch.get("heartbeat_s", attempt.place.heartbeat_s)
+    attempt.record_store.poll_s = launch.get("poll_s", attempt.record_store.poll_s)
+    attempt.record_store.heartbeat_s = launch.get("heartbeat_s", attempt.record_store.heartbeat_s)
     if not attempt.claim(job=os.environ.get(launch.get("job_variable", ""), "")):
         say(f"another process has run, or runs, rank {attempt.rank}, attempt {attempt.attempt}")
         return process.CLAIMED
@@ -513,10 +517,10 @@ def run(attempt: RankAttempt) -> int:
     log = open_log(attempt, launch)
     try:
         for path, name in launch.get("files", {}).items():
-            fetch(attempt.place, name, path)
+            fetch(attempt.record_store, name, path)
         if attempt.rank == 0 and launch.get("meeting"):
             call_meeting(attempt)
-        root = unpack_code(attempt.place, launch)
+        root = unpack_code(attempt.record_store, launch)
         gate = wait_at_gate(attempt, launch)
         if gate is None:
             return _unstarted(attempt, None)
@@ -538,10 +542,10 @@ def run(attempt: RankAttempt) -> int:
     command.times = open_times(attempt, launch)
     use = process.watch_use(env, command, is_contained=False)
     watch = DesiredStateWatcher(attempt, command)
-    life_s = launch.get("life_s")
-    ends_at = None if life_s is None else born_at + life_s
-    warden = StopPolicy(command, watch, launch, ends_at)
-    command.wait(warden.tick)
+    lifetime_s = launch.get("life_s")
+    ends_at = None if lifetime_s is None else start_ticks_of + lifetime_s
+    stop_policy = StopPolicy(command, watch, launch, ends_at)
+    command.wait(stop_policy.tick)
     watch.close()
     if use is not None:
         use.close()
@@ -557,30 +561,33 @@ def run(attempt: RankAttempt) -> int:
     if record.get("result"):
         upload_result(attempt, launch, result)
     if command.is_orphan and record["signal"] == "SIGKILL":
-        warden.note_orphan()
-    if warden.reason == "Stopped" and record.get("failedAt", inf) < warden.stop_asked_at:
-        warden.reason = ""  # it failed by itself, and still unwound when it was told to stop
-    if warden.reason and (record["code"] != 0 or warden.message == HANDED_OVER):
-        record["reason"] = warden.reason
-        record["message"] = warden.message or record.get("message", "")
-    record["stopped"] = warden.reason == "Stopped"
+        stop_policy.note_orphan()
+    if (
+        stop_policy.reason == "Stopped"
+        and record.get("failedAt", inf) < stop_policy.stop_requested_at
+    ):
+        stop_policy.reason = ""  # it failed by itself, and still unwound when it was told to stop
+    if stop_policy.reason and (record["code"] != 0 or stop_policy.message == HANDED_OVER):
+        record["reason"] = stop_policy.reason
+        record["message"] = stop_policy.message or record.get("message", "")
+    record["stopped"] = stop_policy.reason == "Stopped"
     if not watch.is_concluded:
         attempt.end(record)
-    leave_word(launch, record)
+    leave_note(launch, record)
     if is_own_file:
         process.remove_error_file(error_file)
     process.end_as(record, None if command.failure else command.status)
 
 
-def leave_word(launch: dict[str, Any], record: dict[str, Any]) -> None:
+def leave_note(launch: dict[str, Any], record: dict[str, Any]) -> None:
     """Why the rank failed, in the file that the backend shows, if it has one."""
     path = launch.get("failure_file")
     if not path or not record["code"]:
         return
     name = record["signal"] or record["code"]
-    words = record.get("message") or "\n".join(record.get("tail", [])[-5:])
+    detail = record.get("message") or "\n".join(record.get("tail", [])[-5:])
     with contextlib.suppress(OSError), open(path, "w", errors="replace") as file:
-        file.write(f"rank ended with {name}: {words}"[:1000])
+        file.write(f"rank ended with {name}: {detail}"[:1000])
 
 
 def _unstarted(attempt: RankAttempt, signalled: str | None, failure: str = "") -> int:
@@ -600,15 +607,15 @@ def say(text: str) -> None:
         os.write(2, f"atoll: {text}\n".encode(errors="replace"))
 
 
-def main(words: list[str]) -> int:
+def main(detail: list[str]) -> int:
     host = os.uname().nodename
-    if len(words) == 5 and words[3] == "--host":
-        host = words[4] or host
-        words = words[:3]
-    if len(words) != 3 or not words[1].isdigit() or not words[2].isdigit():
+    if len(detail) == 5 and detail[3] == "--host":
+        host = detail[4] or host
+        detail = detail[:3]
+    if len(detail) != 3 or not detail[1].isdigit() or not detail[2].isdigit():
         sys.stderr.write("usage: atoll.pyz PLACE RANK ATTEMPT [--host NAME]\n")
         return 2
-    return run(RankAttempt(open_place(words[0]), int(words[1]), int(words[2]), host))
+    return run(RankAttempt(open_record_store(detail[0]), int(detail[1]), int(detail[2]), host))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from atoll.agent.bucket import Objects
-from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.metric_sinks import METRICS
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankLayout
 from atoll.backends.recorded import Json, RecordedBackend
 from atoll.backends.records import Timing
@@ -40,7 +40,7 @@ class StoreBackend(RecordedBackend):
         """The URI of a part of what the store has of the training; of all, if `part` is empty."""
         raise NotImplementedError
 
-    def place_of(self, training: Training) -> Objects:
+    def record_store_of(self, training: Training) -> Objects:
         if training.uid not in self._offsets:
             self._offsets[training.uid] = Objects.open(self.prefix(training, "records"))
         return self._offsets[training.uid]
@@ -58,7 +58,7 @@ class StoreBackend(RecordedBackend):
             rendezvous_uri=self.prefix(training, "rendezvous"),
             runs_uri=self.prefix(training, "").rstrip("/").rpartition("/")[0] + "/runs",
             meeting=None,
-            figures=self.prefix(training, FIGURES),
+            metrics_uri=self.prefix(training, METRICS),
         )
 
     def launch(self, training: Training) -> Json:

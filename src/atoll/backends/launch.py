@@ -50,9 +50,9 @@ TORCHRUN_VARIABLES = (
     "PET_NODE_RANK",
 )
 # Which process of the world a rank is. With these alone, it meets nobody.
-PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LAYOUT_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch.distributed, and frameworks on it, take for a world of processes.
-WORLD_VARIABLES = (*PLACE_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+WORLD_VARIABLES = (*LAYOUT_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 # As torchrun has it: several processes on a host would otherwise use all of its cores each.
 SHARED_HOST_DEFAULTS = {"OMP_NUM_THREADS": "1"}
 # Ranks may start minutes apart. A last call is for ranks that nobody asked for yet: those between
@@ -69,7 +69,7 @@ class Meeting(NamedTuple):
     mesh: str = ""  # of the etcd with the mesh gate's keys
 
 
-class CodePlace(NamedTuple):
+class CodeLayout(NamedTuple):
     """Where a rank finds the code that travels with its training."""
 
     unpack: str  # the file agent/unpack.py
@@ -90,9 +90,9 @@ class RankLayout(NamedTuple):
     is_one_host: bool = False  # all ranks of the training run on it
     # Devices that all ranks of the one host see; None: each rank has its own, if any.
     shared_devices: int | None = None
-    code: CodePlace | None = None  # None: ranks run where the code is
-    figures: str = ""  # where `atoll.report` hands on what ranks tell; empty: nowhere
-    figures_token: str = ""  # needed there, where that is the control plane
+    code: CodeLayout | None = None  # None: ranks run where the code is
+    metrics_uri: str = ""  # where `atoll.report` hands on what ranks tell; empty: nowhere
+    report_token: str = ""  # needed there, where that is the control plane
     runs_uri: str = ""  # for trainings that name a run and no store: it outlives them
 
 
@@ -114,15 +114,15 @@ class RankLaunch(NamedTuple):
     local_ranks: int
 
 
-def render_launch(training: Training, place: RankLayout) -> RankLaunch:
+def render_launch(training: Training, layout: RankLayout) -> RankLaunch:
     """The launch of a rank. Variables of the user win, except for names that atoll reserves."""
     spec, world = training.spec, training.spec.world_size
     backend = spec.rendezvous.backend
     own = {**spec.nccl_env, **spec.env}
     unset = unset_variables(spec, own)
     meeting = None
-    if place.meeting is not None:
-        meeting = meeting_environment(backend, place.meeting)
+    if layout.meeting is not None:
+        meeting = meeting_environment(backend, layout.meeting)
     env = {
         **{name: value for name, value in (meeting or {}).items() if name not in own},
         **{n: v for n, v in _torchrun(spec, training.uid).items() if n not in own},
@@ -132,7 +132,7 @@ def render_launch(training: Training, place: RankLayout) -> RankLaunch:
         "ATOLL_UID": training.uid,
         "ATOLL_WORLD_MIN": str(world.min),
         "ATOLL_WORLD_MAX": str(world.max),
-        "ATOLL_RENDEZVOUS_URI": store_uri_of(spec, place),
+        "ATOLL_RENDEZVOUS_URI": store_uri_of(spec, layout),
         "BASILICA_RDZV_ID": _rendezvous_id(spec, training.uid),
         "BASILICA_WORLD_MIN": str(world.min),
         "BASILICA_WORLD_MAX": str(world.max),
@@ -140,15 +140,15 @@ def render_launch(training: Training, place: RankLayout) -> RankLaunch:
     }
     if spec.run_id is not None:
         env["ATOLL_RUN_ID"] = spec.run_id
-    if place.figures:
-        env["ATOLL_REPORTS"] = place.figures
-    if place.figures_token:
-        env["ATOLL_REPORTS_TOKEN"] = place.figures_token
+    if layout.metrics_uri:
+        env["ATOLL_REPORTS"] = layout.metrics_uri
+    if layout.report_token:
+        env["ATOLL_REPORTS_TOKEN"] = layout.report_token
     # Replicas of a launch have it from there. With fewer than all, only a backend that starts its
     # ranks itself knows how many it let go.
     if TOGETHER not in own and world.min == world.target:
         env[TOGETHER] = str(world.target)
-    local_ranks = local_world_size(world.target, place)
+    local_ranks = local_world_size(world.target, layout)
     env["LOCAL_WORLD_SIZE"] = str(local_ranks)
     env["LOCAL_RANK"] = "0"
     by_rank = [*RANK_VARIABLES]
@@ -163,31 +163,31 @@ def render_launch(training: Training, place: RankLayout) -> RankLaunch:
     filled_in = {*rank_variables, *size_variables, "NODE_NAME"}
     later = () if meeting is not None else tuple(n for n in MEETING_VARIABLES if n not in own)
     return RankLaunch(
-        command=render_command(spec, place),
+        command=render_command(spec, layout),
         env={n: v for n, v in env.items() if n not in filled_in and n not in unset},
         rank_variables=rank_variables,
         size_variables=size_variables,
         node_variables=("NODE_NAME",),
         later=tuple(dict.fromkeys([*later, *unset])),
-        defaults=SHARED_HOST_DEFAULTS if place.is_one_host and world.target > 1 else {},
+        defaults=SHARED_HOST_DEFAULTS if layout.is_one_host and world.target > 1 else {},
         local_ranks=1 if "LOCAL_RANK" in unset else local_ranks,
     )
 
 
-def local_world_size(ranks: int, place: RankLayout) -> int:
+def local_world_size(ranks: int, layout: RankLayout) -> int:
     """The number of LOCAL_RANKs on a host: `torch.cuda.set_device(LOCAL_RANK)` works for each.
 
     A rank with a host or devices of its own has LOCAL_RANK 0. Ranks that share devices are counted
     through, and begin again at 0 where there are more ranks than devices.
     """
-    if not place.is_one_host or place.shared_devices is None:
+    if not layout.is_one_host or layout.shared_devices is None:
         return 1
-    return min(ranks, place.shared_devices) or ranks
+    return min(ranks, layout.shared_devices) or ranks
 
 
-def store_uri_of(spec: TrainingSpec, place: RankLayout) -> str:
+def store_uri_of(spec: TrainingSpec, layout: RankLayout) -> str:
     """The object store that ranks share."""
-    own = place.rendezvous_uri if spec.run_id is None else place.runs_uri
+    own = layout.rendezvous_uri if spec.run_id is None else layout.runs_uri
     return spec.rendezvous.uri or own
 
 
@@ -197,7 +197,7 @@ def unset_variables(spec: TrainingSpec, own: dict[str, str]) -> tuple[str, ...]:
     if spec.rendezvous.backend == NO_BACKEND:
         names = (*WORLD_VARIABLES, *TORCHRUN_VARIABLES)
         if QUORUM in own:  # replicas of a launch know which one of how many they are
-            names = tuple(name for name in names if name not in PLACE_VARIABLES)
+            names = tuple(name for name in names if name not in LAYOUT_VARIABLES)
     elif is_one_host(spec):
         names = TORCHRUN_VARIABLES
     return tuple(name for name in names if name not in own)
@@ -239,26 +239,26 @@ def _torchrun(spec: TrainingSpec, uid: str) -> dict[str, str]:
     }
 
 
-def render_command(spec: TrainingSpec, place: RankLayout) -> list[str]:
+def render_command(spec: TrainingSpec, layout: RankLayout) -> list[str]:
     if spec.source is None:
         command = [*(spec.command or ()), *spec.args]
     else:
-        command = [*_entry(spec, place), f"{place.source}/{spec.source.filename}", *spec.args]
-    return [*_unpacking(spec, place), *_preparing(spec, place, command)]
+        command = [*_entry(spec, layout), f"{layout.source}/{spec.source.filename}", *spec.args]
+    return [*_unpacking(spec, layout), *_preparing(spec, layout, command)]
 
 
-def _unpacking(spec: TrainingSpec, place: RankLayout) -> list[str]:
+def _unpacking(spec: TrainingSpec, layout: RankLayout) -> list[str]:
     """What comes before the command to unpack the code of the training, if it has some.
 
     By agent/unpack.py, or by `tar` in images without a fit Python.
     """
-    if spec.code is None or place.code is None:
+    if spec.code is None or layout.code is None:
         return []
     from shlex import join, quote
 
     # What is called `python` may be of the second version, and may be missing.
-    python = quote("python3" if place.python == "python" else place.python)
-    unpack, archive, root = map(quote, place.code)
+    python = quote("python3" if layout.python == "python" else layout.python)
+    unpack, archive, root = map(quote, layout.code)
     folders = [word for folder in spec.code.path for word in ("--path", folder)]
     script = (
         f"if command -v {python} >/dev/null && {python} -S -I {unpack} --check >/dev/null 2>&1; "
@@ -272,27 +272,27 @@ def _unpacking(spec: TrainingSpec, place: RankLayout) -> list[str]:
     return ["sh", "-c", script, "sh"]
 
 
-def _preparing(spec: TrainingSpec, place: RankLayout, command: list[str]) -> list[str]:
+def _preparing(spec: TrainingSpec, layout: RankLayout, command: list[str]) -> list[str]:
     if not spec.pip_packages:
         return command
-    if place.packages is not None and place.has_atoll:
-        prepare = [place.python, "-m", "atoll.agent.install", place.packages]
+    if layout.packages is not None and layout.has_atoll:
+        prepare = [layout.python, "-m", "atoll.agent.install", layout.packages]
         return [*prepare, *spec.pip_packages, "--", *command]
     import shlex  # imported here: the supervisor does not need it
 
-    install = shlex.join([place.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
+    install = shlex.join([layout.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
     return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
 
 
-def _entry(spec: TrainingSpec, place: RankLayout) -> list[str]:
+def _entry(spec: TrainingSpec, layout: RankLayout) -> list[str]:
     """The command that runs the shipped code."""
     assert spec.source is not None
     if spec.source.kind == "shell":
-        return [place.shell]
-    if spec.source.kind == "script" and not place.has_atoll:
-        return [place.python]
-    entry = [place.python, "-m", "atoll.agent.entrypoint"]
-    if place.has_atoll and spec.source.directory is not None:
+        return [layout.shell]
+    if spec.source.kind == "script" and not layout.has_atoll:
+        return [layout.python]
+    entry = [layout.python, "-m", "atoll.agent.entrypoint"]
+    if layout.has_atoll and spec.source.directory is not None:
         entry += ["--from", spec.source.directory]
     return [*entry, spec.source.kind]
 

@@ -92,8 +92,10 @@ class _Batch(NamedTuple):
 class RecordReader:
     """The facts of one training, read from its store again and again. Records are read once."""
 
-    def __init__(self, place: RecordStore, clock: Callable[[], float] = time.monotonic) -> None:
-        self.place = place
+    def __init__(
+        self, record_store: RecordStore, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.record_store = record_store
         self.facts = Facts()
         self._clock = clock
         self._read: set[str] = set()
@@ -101,10 +103,10 @@ class RecordReader:
 
     def fetch(self) -> _Batch:
         """Read what is new. A thread may do that: it changes nothing here."""
-        desired = read(self.place, DESIRED)
+        desired = read(self.record_store, DESIRED)
         if desired is None:
             return _Batch(None, {}, {})
-        entries = self.place.entries()
+        entries = self.record_store.entries()
         stamps: dict[AttemptKey, dict[str, int]] = {}
         for name, stamp in entries.items():
             if match := _NAME.fullmatch(name):
@@ -167,11 +169,11 @@ class RecordReader:
         missing = [n for n in names if n not in self._read and not n.endswith("." + HEARTBEAT)]
         if len(missing) > READS_AT_ONCE:
             with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-                texts = list(pool.map(self.place.get, missing))
+                texts = list(pool.map(self.record_store.get, missing))
         else:
-            texts = [self.place.get(name) for name in missing]
-        found = {n: parse_record(n, data) for n, data in zip(missing, texts, strict=True)}
-        return {name: record for name, record in found.items() if record is not None}
+            texts = [self.record_store.get(name) for name in missing]
+        hit = {n: parse_record(n, data) for n, data in zip(missing, texts, strict=True)}
+        return {name: record for name, record in hit.items() if record is not None}
 
 
 def parse_record(name: str, data: bytes | None) -> Json | None:
@@ -234,7 +236,7 @@ class RecordedBackend(Executor):
         """The backend ends these. Already gone is success."""
         raise NotImplementedError
 
-    def place_of(self, training: Training) -> RecordStore:
+    def record_store_of(self, training: Training) -> RecordStore:
         raise NotImplementedError
 
     def rank_layout(self, training: Training) -> RankLayout:
@@ -242,7 +244,7 @@ class RecordedBackend(Executor):
 
     def result_store(self, training: Training) -> RecordStore:
         """Where ranks leave their results; these stay as long as the logs."""
-        return self.place_of(training)
+        return self.record_store_of(training)
 
     def wrap_command(self, training: Training, command: list[str]) -> list[str]:
         """What the wrapper runs: the command, or something that runs it, such as a container."""
@@ -300,10 +302,10 @@ class RecordedBackend(Executor):
             jobs = await self.list_jobs(training)
         except Temporary as error:
             # Exits are in the records, whether or not the backend answers.
-            found = self._fold(training, reader, None).observation
-            if not has_news(training, found):
+            hit = self._fold(training, reader, None).observation
+            if not has_news(training, hit):
                 raise
-            return replace(found, message=str(error), followups=())
+            return replace(hit, message=str(error), followups=())
         return self._fold(training, reader, jobs).observation
 
     async def perform(self, training: Training, followup: Followup) -> None:
@@ -314,7 +316,7 @@ class RecordedBackend(Executor):
                 await self.stop_jobs(training, attempts)
             case OpenStartGate(together=together):
                 gate = write(gate_record(together, self._clock()))
-                await asyncio.to_thread(self.place_of(training).create, GATE, gate)
+                await asyncio.to_thread(self.record_store_of(training).create, GATE, gate)
 
     async def release(self, training: Training) -> None:
         async with self._turn(training):
@@ -351,7 +353,7 @@ class RecordedBackend(Executor):
         return store_uri_of(training.spec, self.rank_layout(training))
 
     def metrics_uri(self, training: Training) -> str:
-        return self.rank_layout(training).figures
+        return self.rank_layout(training).metrics_uri
 
     async def logs(
         self,
@@ -373,13 +375,15 @@ class RecordedBackend(Executor):
         return training.status.desired is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
-        return _address(self.place_of(training))
+        return _address(self.record_store_of(training))
 
     def launch(self, training: Training) -> Json:
         """What a wrapper reads of the training: the command and how its environment is made."""
-        spec, place = training.spec, self.rank_layout(training)
-        launch = render_launch(training, place)
-        meets = self.has_network and spec.rendezvous.backend != "none" and place.meeting is None
+        spec, record_store = training.spec, self.rank_layout(training)
+        launch = render_launch(training, record_store)
+        meets = (
+            self.has_network and spec.rendezvous.backend != "none" and record_store.meeting is None
+        )
         own = {*spec.env, *spec.nccl_env}
         return {
             "uid": training.uid,
@@ -458,19 +462,19 @@ class RecordedBackend(Executor):
             await self.start_jobs(training, attempt, ranks)
 
     async def _write_exit(self, training: Training, key: AttemptKey, record: Json) -> None:
-        place = self.place_of(training)
+        record_store = self.record_store_of(training)
         if record["ran"] is False:  # what nobody has claimed cannot be claimed any more
             claim = write(
                 claim_record(*key, record["at"], token=BY_EXECUTOR, host=record["host"])
             )  # fmt: skip
-            is_own = await asyncio.to_thread(place.create, name_of(*key, CLAIM), claim)
+            is_own = await asyncio.to_thread(record_store.create, name_of(*key, CLAIM), claim)
             reader = await self._refreshed(training)
             age_s = reader.heartbeat_age_s(*key)
             if not is_own and reader.is_claimed(key) and age_s < self.timing.heartbeat_timeout_s:
                 return  # a wrapper has it, and will tell
         tail = await self._last_lines(training, key[0])
         line = record_line({**record, "tail": tail} if tail else record, MAX_RECORD_BYTES)
-        await asyncio.to_thread(place.create, name_of(*key, EXIT), line)
+        await asyncio.to_thread(record_store.create, name_of(*key, EXIT), line)
 
     async def _last_lines(self, training: Training, rank: int) -> list[str]:
         """What the rank printed last, for an end that its wrapper could not write."""
@@ -484,7 +488,7 @@ class RecordedBackend(Executor):
     async def _refreshed(self, training: Training) -> RecordReader:
         reader = self._readers.get(training.uid)
         if reader is None:
-            reader = self._readers[training.uid] = RecordReader(self.place_of(training))
+            reader = self._readers[training.uid] = RecordReader(self.record_store_of(training))
         try:
             reader.take(await asyncio.to_thread(reader.fetch))
         except OSError as error:
@@ -506,21 +510,23 @@ class RecordedBackend(Executor):
 
     async def _put_bytes(self, training: Training, name: str, data: bytes) -> None:
         try:
-            await asyncio.to_thread(self.place_of(training).put, name, data)
+            await asyncio.to_thread(self.record_store_of(training).put, name, data)
         except OSError as error:
             where = self.where(training)
             raise Temporary(f"cannot write to {where}: {error.strerror}") from error
 
     async def _forget(self, training: Training) -> None:
         """The desired state goes first: without it there is nothing to observe."""
-        place = self.place_of(training)
-        await asyncio.to_thread(place.delete, [DESIRED])
+        record_store = self.record_store_of(training)
+        await asyncio.to_thread(record_store.delete, [DESIRED])
         names = [
-            n for n in await asyncio.to_thread(place.entries) if "." in n or n in (GATE, LAUNCH)
+            n
+            for n in await asyncio.to_thread(record_store.entries)
+            if "." in n or n in (GATE, LAUNCH)
         ]
-        await asyncio.to_thread(place.delete, [*names, RENDEZVOUS, CODE])
-        if isinstance(place, Folder) and training.spec.code is not None:
-            root = code_root(place, training.uid, training.spec.code.digest)
+        await asyncio.to_thread(record_store.delete, [*names, RENDEZVOUS, CODE])
+        if isinstance(record_store, Folder) and training.spec.code is not None:
+            root = code_root(record_store, training.uid, training.spec.code.digest)
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
         await self.clear(training, with_logs=False)
         for memory in (self._readers, self._turns, self._ended):
@@ -532,9 +538,9 @@ class RecordedBackend(Executor):
             yield
 
 
-def _address(place: Any) -> str:
+def _address(record_store: Any) -> str:
     """The path or URI of a store, as a wrapper opens it."""
-    return str(getattr(place, "path", None) or getattr(place, "name", place))
+    return str(getattr(record_store, "path", None) or getattr(record_store, "name", record_store))
 
 
 def has_news(training: Training, observation: Observation) -> bool:

@@ -19,7 +19,7 @@ from atoll.agent.records import (
     next_attempt,
     restarts,
 )
-from atoll.core.attempts import MAX_ATTEMPTS as ATTEMPTS_KEPT
+from atoll.core.attempts import MAX_ATTEMPTS as MAX_PAST_ATTEMPTS
 from atoll.core.attempts import close_attempt
 from atoll.core.reasons import ExitReason
 from atoll.core.spec import may_start
@@ -394,8 +394,8 @@ class RankMemory:
                 if one is None:
                     continue
                 judged = judge(_case(training, facts, (rank, one.attempt), {}, 0.0, Timing()))
-                found = observed_rank(training.name, facts, one, judged, {}, host)
-                entry = (count, desired, found)
+                match = observed_rank(training.name, facts, one, judged, {}, host)
+                entry = (count, desired, match)
             self._ranks[rank] = entry
         return [entry[2] for entry in self._ranks.values()]
 
@@ -467,7 +467,7 @@ def fold(
     }
     due = [] if states is None else _due(training, facts, by_rank, currents, ages)
     opening, gate_in_s = _open_gate(training, facts, by_rank, now) if has_gate else ((), None)
-    seen = Observation(
+    observation = Observation(
         ranks=[
             observed_rank(
                 training.name,
@@ -486,7 +486,7 @@ def fold(
         again_in_s=sooner(timing.observe_s, gate_in_s, *(d.in_s for d in due if d.in_s > 0)),
         at=now,
     )
-    return Fold(seen, due, {rank: max(judged) for rank, judged in by_rank.items()})
+    return Fold(observation, due, {rank: max(judged) for rank, judged in by_rank.items()})
 
 
 def observed_rank(
@@ -515,7 +515,7 @@ def observed_rank(
         attempts=tuple(
             _ended_attempt(each, states.get((rank, each.attempt)), host)
             for each in earlier
-            if each.exit is not None and each.attempt >= number - ATTEMPTS_KEPT
+            if each.exit is not None and each.attempt >= number - MAX_PAST_ATTEMPTS
         ),
         exit=judged.exit,
         is_stopping=judged.state in ("running", "waiting") and is_unwanted(desired, rank, number),
@@ -545,7 +545,7 @@ def _due(
 ) -> list[DueAttempt]:
     """The attempts to start. Delays are counted from when this reader first saw the end."""
     assert facts.desired is not None
-    max_restarts, found = training.spec.max_restarts, []
+    max_restarts, match = training.spec.max_restarts, []
     for rank in range(facts.desired["size"]):
         last, end = currents.get(rank), None
         if last is not None and by_rank[rank][last].state == "exited":
@@ -555,8 +555,8 @@ def _due(
         if due is not None:
             waited_s = 0.0 if last is None else ages.unchanged_s.get((rank, last), 0.0)
             in_s = due.delay_s - waited_s if due.after is not None else 0.0
-            found.append(DueAttempt(rank, due.attempt, in_s))
-    return found
+            match.append(DueAttempt(rank, due.attempt, in_s))
+    return match
 
 
 def _open_gate(

@@ -528,10 +528,10 @@ def _begin(launch: Launch) -> None:
 def _print_code(code: Code | None) -> None:
     """Print how much of the working directory is sent with the training."""
     if code is not None:
-        from atoll.code.archive import in_words
+        from atoll.code.archive import describe
 
         files = "1 file" if code.files == 1 else f"{code.files} files"
-        sizes = f"{in_words(code.unpacked)}, {in_words(code.size)} packed"
+        sizes = f"{describe(code.unpacked)}, {describe(code.size)} packed"
         click.echo(f"atoll: code: {files}, {sizes}, sha256 {code.digest[:12]}", err=True)
 
 

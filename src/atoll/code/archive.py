@@ -85,9 +85,11 @@ def within(root: str, path: Sequence[str]) -> list[str]:
     top = os.path.realpath(root)
     inside: list[str] = []
     for folder in path:
-        place = os.path.realpath(folder or ".")
-        if os.path.isdir(place) and (place == top or place.startswith(top.rstrip("/") + "/")):
-            own = os.path.relpath(place, top)
+        location = os.path.realpath(folder or ".")
+        if os.path.isdir(location) and (
+            location == top or location.startswith(top.rstrip("/") + "/")
+        ):
+            own = os.path.relpath(location, top)
             if own not in inside and "site-packages" not in own.split("/"):
                 inside.append(own)
     return inside
@@ -161,9 +163,9 @@ def _chosen(root: str, tracked: list[str], others: list[str]) -> Iterator[str]:
 
 def _with_submodule(root: str, path: str) -> Iterator[str]:
     """The path itself, or the files of the repository that it is."""
-    place = os.path.join(root, path)
-    if os.path.isdir(place) and not os.path.islink(place):
-        for inner in files_of(place):
+    location = os.path.join(root, path)
+    if os.path.isdir(location) and not os.path.islink(location):
+        for inner in files_of(location):
             yield f"{path}/{inner.path}"
     else:
         yield path
@@ -207,14 +209,14 @@ def _rule_files(root: str, base: str, names: Sequence[str]) -> Iterator[RuleFile
 
 def _file(root: str, path: str) -> CodeFile | None:
     """None for what is not there any more, and for what is neither a file nor a link."""
-    place = os.path.join(root, path)
+    location = os.path.join(root, path)
     try:
         path.encode()
     except UnicodeEncodeError as error:
         expected = f"expected a name in UTF-8; {WAY_OUT}"
         raise ValidationError("code", ascii(path), expected) from error
     try:
-        mode = os.lstat(place)
+        mode = os.lstat(location)
     except OSError:
         return None
     if stat.S_ISLNK(mode.st_mode):
@@ -226,14 +228,14 @@ def _file(root: str, path: str) -> CodeFile | None:
 
 def _link(root: str, path: str) -> str:
     """Where the link leads, from its own folder on. Raises ValidationError if that is outside."""
-    place = os.path.join(root, path)
-    target = os.readlink(place)
-    folder = os.path.dirname(place)
+    location = os.path.join(root, path)
+    target = os.readlink(location)
+    folder = os.path.dirname(location)
     aim = os.path.normpath(os.path.join(folder, target))
     if os.path.isabs(target):
         aim = os.path.realpath(target)
     is_inside = f"{aim}/".startswith(f"{root.rstrip('/')}/")
-    if not is_inside or not f"{os.path.realpath(place)}/".startswith(f"{root.rstrip('/')}/"):
+    if not is_inside or not f"{os.path.realpath(location)}/".startswith(f"{root.rstrip('/')}/"):
         expected = f"expected no link that leads out of {root}; {WAY_OUT}"
         raise ValidationError("code", f"{path} -> {target}", expected)
     return os.path.relpath(aim, folder)
@@ -241,17 +243,17 @@ def _link(root: str, path: str) -> str:
 
 def _too_large(root: object, files: Sequence[CodeFile], unpacked: int) -> ValidationError:
     largest = sorted(files, key=lambda file: -file.size)[:NAMED]
-    names = ", ".join(f"{file.path} ({in_words(file.size)})" for file in largest)
+    names = ", ".join(f"{file.path} ({describe(file.size)})" for file in largest)
     return ValidationError(
         "code",
         str(root),
-        f"expected at most {MAX_FILES} files, {in_words(MAX_UNPACKED)}, and "
-        f"{in_words(MAX_CODE_BYTES)} packed, got {len(files)} files with {in_words(unpacked)}; "
+        f"expected at most {MAX_FILES} files, {describe(MAX_UNPACKED)}, and "
+        f"{describe(MAX_CODE_BYTES)} packed, got {len(files)} files with {describe(unpacked)}; "
         f"the largest: {names}; {WAY_OUT}",
     )
 
 
-def in_words(size: int) -> str:
+def describe(size: int) -> str:
     """`34.1 kB`"""
     amount = float(size)
     for unit in ("B", "kB", "MB"):

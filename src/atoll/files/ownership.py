@@ -31,27 +31,27 @@ def read_own(path: Path) -> bytes:
     another one in its place, and OSError if it cannot be read. Directories further up do not
     matter: who replaces one of those cannot make files that belong to this user.
     """
-    place = path.absolute()
+    location = path.absolute()
     for _ in range(MAX_LINKS):
-        fault = _fault(place.parent, place.parent.stat())
+        fault = _fault(location.parent, location.parent.stat())
         if fault:
             raise Permanent(
                 f"{path} is not used: {fault}, and so can put another file there, which chooses "
                 "programs that run as you: move it to a directory of your own"
             )
-        if not place.is_symlink():
+        if not location.is_symlink():
             break
-        _check_owner(path, place, place.lstat())
-        place = place.parent / os.readlink(place)
+        _check_owner(path, location, location.lstat())
+        location = location.parent / os.readlink(location)
     # Non-blocking: a pipe that nobody writes to would be waited for.
-    with open(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+    with open(os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         # Asked of the open file, as its name may be another one's by now.
-        seen = os.fstat(file.fileno())
-        _check_owner(path, place, seen)
-        if _can_others_write(place, seen):
+        info = os.fstat(file.fileno())
+        _check_owner(path, location, info)
+        if _can_others_write(location, info):
             raise Permanent(
-                f"{path} is not used: others can write it (mode {_mode(seen)}), and so choose "
-                f"programs that run as you: run: chmod go-w {shlex.quote(str(place))}"
+                f"{path} is not used: others can write it (mode {_mode(info)}), and so choose "
+                f"programs that run as you: run: chmod go-w {shlex.quote(str(location))}"
             )
         os.set_blocking(file.fileno(), True)
         return file.read()
@@ -65,25 +65,25 @@ def check_directory(where: Path) -> None:
     """
     try:
         steps, itself = list(_steps(where)), where.resolve()
-        seen = where.stat() if where.exists() else None
+        info = where.stat() if where.exists() else None
     except OSError as error:
         raise Permanent(f"cannot use {where}: {error.strerror}: {REMEDY}") from error
-    for place, found in steps:
-        if place != itself and (fault := _fault(place, found)):
+    for location, info in steps:
+        if location != itself and (fault := _fault(location, info)):
             raise Permanent(
                 f"{where} is not used: {fault}, and so can put another directory there, whose "
                 f"commands would run as you: {REMEDY}"
             )
-    if seen is None:
+    if info is None:
         return
-    if seen.st_uid != os.geteuid():
+    if info.st_uid != os.geteuid():
         raise Permanent(
-            f"{where} is not used: it {_belongs(seen)}, and commands in it would run as you, "
+            f"{where} is not used: it {_belongs(info)}, and commands in it would run as you, "
             f"{_user(os.geteuid())}: {REMEDY}"
         )
-    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Permanent(
-            f"{where} is not used: others can write to it (mode {_mode(seen)}), and so give "
+            f"{where} is not used: others can write to it (mode {_mode(info)}), and so give "
             "commands that run as you: see that all in it is yours, then run: chmod go-w "
             f"{shlex.quote(str(where))}"
         )
@@ -98,10 +98,10 @@ def check_entries(where: Path) -> None:
     for folder in (str(where), *folders):
         with os.scandir(folder) as entries:
             for entry in entries:
-                seen = entry.stat(follow_symlinks=False)
-                if seen.st_uid not in (os.geteuid(), ROOT):
+                info = entry.stat(follow_symlinks=False)
+                if info.st_uid not in (os.geteuid(), ROOT):
                     raise Permanent(
-                        f"{where} is not used: {entry.path} {_belongs(seen)}, and commands in it "
+                        f"{where} is not used: {entry.path} {_belongs(info)}, and commands in it "
                         f"would run as you, {_user(os.geteuid())}: remove it, or {REMEDY}"
                     )
 
@@ -145,19 +145,19 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         if part == "..":
             here = here.parent
             continue
-        place = here / part
+        location = here / part
         try:
-            seen = place.lstat()
+            info = location.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return
-        yield place, seen
-        if not stat.S_ISLNK(seen.st_mode):
-            here = place
+        yield location, info
+        if not stat.S_ISLNK(info.st_mode):
+            here = location
             continue
         links += 1
         if links > MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        target = Path(os.readlink(place))
+        target = Path(os.readlink(location))
         here = Path("/") if target.is_absolute() else here
         left.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
 
@@ -167,33 +167,33 @@ def _folders(where: Path) -> list[str]:
         return [entry.path for entry in entries if entry.is_dir()]
 
 
-def _fault(place: Path, seen: os.stat_result) -> str:
+def _fault(location: Path, info: os.stat_result) -> str:
     """Who else can rename what is in a directory, or change a link; empty if nobody can."""
-    if seen.st_uid not in (os.geteuid(), ROOT) and not _is_unmapped(seen.st_uid):
-        return f"{place} {_belongs(seen)}, who can write it"
-    is_link, is_sticky = stat.S_ISLNK(seen.st_mode), seen.st_mode & stat.S_ISVTX
-    if not is_link and not is_sticky and _can_others_write(place, seen):
-        return f"others can write {place} (mode {_mode(seen)})"
+    if info.st_uid not in (os.geteuid(), ROOT) and not _is_unmapped(info.st_uid):
+        return f"{location} {_belongs(info)}, who can write it"
+    is_link, is_sticky = stat.S_ISLNK(info.st_mode), info.st_mode & stat.S_ISVTX
+    if not is_link and not is_sticky and _can_others_write(location, info):
+        return f"others can write {location} (mode {_mode(info)})"
     return ""
 
 
-def _check_owner(path: Path, place: Path, seen: os.stat_result) -> None:
-    if seen.st_uid not in (os.geteuid(), ROOT):
-        what = "it" if place == path.absolute() else f"the link or file {place}"
+def _check_owner(path: Path, location: Path, info: os.stat_result) -> None:
+    if info.st_uid not in (os.geteuid(), ROOT):
+        what = "it" if location == path.absolute() else f"the link or file {location}"
         raise Permanent(
-            f"{path} is not used: {what} {_belongs(seen)}, and could choose programs that run as "
+            f"{path} is not used: {what} {_belongs(info)}, and could choose programs that run as "
             f"you, {_user(os.geteuid())}: work in another directory, or name a file of your own "
             "with --config or ATOLL_CONFIG"
         )
 
 
-def _can_others_write(place: Path, seen: os.stat_result) -> bool:
-    if seen.st_mode & stat.S_IWOTH:
+def _can_others_write(location: Path, info: os.stat_result) -> bool:
+    if info.st_mode & stat.S_IWOTH:
         return True
-    return bool(seen.st_mode & stat.S_IWGRP) and not _is_alone(place, seen)
+    return bool(info.st_mode & stat.S_IWGRP) and not _is_alone(location, info)
 
 
-def _is_alone(place: Path, seen: os.stat_result) -> bool:
+def _is_alone(location: Path, info: os.stat_result) -> bool:
     """Whether the group of a file has nobody in it but its owner or root.
 
     Many distributions give each user a group of the same name, and let it write all that the user
@@ -203,14 +203,14 @@ def _is_alone(place: Path, seen: os.stat_result) -> bool:
     import pwd
 
     try:
-        if ACL in os.listxattr(place):  # the mode of the group is then that of all it lists
+        if ACL in os.listxattr(location):  # the mode of the group is then that of all it lists
             return False
     except OSError:
         pass  # a file system without them
-    if seen.st_gid == ROOT:
+    if info.st_gid == ROOT:
         return True
     try:
-        group, user = grp.getgrgid(seen.st_gid), pwd.getpwuid(seen.st_uid).pw_name
+        group, user = grp.getgrgid(info.st_gid), pwd.getpwuid(info.st_uid).pw_name
     except KeyError:
         return False
     return group.gr_name == user and not set(group.gr_mem) - {user}
@@ -225,8 +225,8 @@ def _is_unmapped(uid: int) -> bool:
         return False
 
 
-def _belongs(seen: os.stat_result) -> str:
-    return f"belongs to {_user(seen.st_uid)}"
+def _belongs(info: os.stat_result) -> str:
+    return f"belongs to {_user(info.st_uid)}"
 
 
 def _user(uid: int) -> str:
@@ -238,5 +238,5 @@ def _user(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _mode(seen: os.stat_result) -> str:
-    return f"{stat.S_IMODE(seen.st_mode):o}"
+def _mode(info: os.stat_result) -> str:
+    return f"{stat.S_IMODE(info.st_mode):o}"

@@ -26,11 +26,11 @@ T = TypeVar("T")
 CHUNK_BYTES = 65_536
 PIPE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20  # a larger one is not made
-KEPT_BYTES = 16 << 20  # of what could not be uploaded yet; older lines are dropped
-OFTEN, OFTEN_S, SELDOM_S = 20, 0.5, 3.0  # so many pieces soon after they were written
+MAX_BYTES = 16 << 20  # of what could not be uploaded yet; older lines are dropped
+OFTEN, OFTEN_S, MAX_POLL_S = 20, 0.5, 3.0  # so many pieces soon after they were written
 CLOSE_S = 30.0
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
-LOOK_S, LOOK_MAX_S, GROWTH = 0.2, 2.0, 1.3
+POLL_S, MAX_POLL_S, GROWTH = 0.2, 2.0, 1.3
 AT_ONCE = 16
 ATTEMPT_SHIFT = 40
 
@@ -50,7 +50,7 @@ class LogPiece(NamedTuple):
         return None if self.ms is None else self.ms / 1000
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         return self.attempt << ATTEMPT_SHIFT | self.offset
 
     @classmethod
@@ -107,7 +107,7 @@ class UploadedLog:
                 self._read_at = time.time()
                 self._waiting.append(data)
                 self._size += len(data)
-                while self._size > KEPT_BYTES and len(self._waiting) > 1:
+                while self._size > MAX_BYTES and len(self._waiting) > 1:
                     gone = len(self._waiting.popleft())
                     self._size -= gone
                     self._offset += gone
@@ -134,7 +134,7 @@ class UploadedLog:
             with self._news:
                 self._news.wait_for(
                     lambda: self._is_over or self._size >= PIECE_BYTES,
-                    self._often_s if count < OFTEN else SELDOM_S,
+                    self._often_s if count < OFTEN else MAX_POLL_S,
                 )
 
     def _next(self) -> tuple[str, bytes] | None:
@@ -164,12 +164,12 @@ class ObjectLogs:
         """Where the last `tail` lines of each rank begin; of one without a log there is none."""
         limit = asyncio.Semaphore(AT_ONCE)
 
-        async def place(rank: int) -> tuple[int, int | None]:
+        async def position(rank: int) -> tuple[int, int | None]:
             async with limit:
                 return rank, await _ask(self._tail_offset, rank, tail)
 
-        found = await asyncio.gather(*map(place, self._stores))
-        return {rank: at for rank, at in found if at is not None}
+        match = await asyncio.gather(*map(position, self._stores))
+        return {rank: at for rank, at in match if at is not None}
 
     async def lines(
         self, offsets: Mapping[int, int], follow: Callable[[], bool] | None
@@ -178,7 +178,7 @@ class ObjectLogs:
             rank: _RankReader(rank, store, offsets.get(rank, 0))
             for rank, store in self._stores.items()
         }
-        limit, pause_s = asyncio.Semaphore(AT_ONCE), LOOK_S
+        limit, pause_s = asyncio.Semaphore(AT_ONCE), POLL_S
 
         async def read(reader: _RankReader) -> list[LogLine]:
             async with limit:
@@ -191,10 +191,10 @@ class ObjectLogs:
                 yield line
             if is_last:
                 break
-            pause_s = LOOK_S if any(batches) else min(pause_s * GROWTH, LOOK_MAX_S)
+            pause_s = POLL_S if any(batches) else min(pause_s * GROWTH, MAX_POLL_S)
             await asyncio.sleep(pause_s)
         for reader in readers.values():
-            for line in reader.rest():
+            for line in reader.remainder():
                 yield line
 
     def _tail_offset(self, rank: int, tail: int) -> int | None:
@@ -213,15 +213,15 @@ class ObjectLogs:
                 lines += 1
                 end = at
                 if lines == tail:
-                    return piece.place + at + 1
-        return pieces[0].place
+                    return piece.position + at + 1
+        return pieces[0].position
 
 
 class _RankReader:
-    def __init__(self, rank: int, store: Objects, place: int) -> None:
+    def __init__(self, rank: int, store: Objects, position: int) -> None:
         self._rank = rank
         self._store = store
-        self._at = place
+        self._at = position
         self._partial = b""
         self._time: float | None = None
 
@@ -232,33 +232,33 @@ class _RankReader:
             data = self._store.get(piece.name)
             if data is None:
                 continue
-            if piece.place + len(data) <= self._at:
+            if piece.position + len(data) <= self._at:
                 continue
             if piece.attempt != self._at >> ATTEMPT_SHIFT:
-                lines += self.rest()
-            data = data[max(self._at - piece.place, 0) :]
-            self._at = max(piece.place, self._at)
-            whole = self._partial + data
+                lines += self.remainder()
+            data = data[max(self._at - piece.position, 0) :]
+            self._at = max(piece.position, self._at)
+            complete = self._partial + data
             at = self._at - len(self._partial)
-            *full, self._partial = whole.split(b"\n")
+            *full, self._partial = complete.split(b"\n")
             self._time = piece.time
             for line in full:
                 at += len(line) + 1
                 lines.append(_line(self._rank, line, at, self._time))
             self._at += len(data)
             if len(self._partial) >= LINE_BYTES:
-                lines += self.rest()
+                lines += self.remainder()
         return lines
 
-    def rest(self) -> list[LogLine]:
+    def remainder(self) -> list[LogLine]:
         """A line that has no end yet."""
-        rest, self._partial = self._partial, b""
-        return [_line(self._rank, rest, self._at, self._time)] if rest else []
+        remainder, self._partial = self._partial, b""
+        return [_line(self._rank, remainder, self._at, self._time)] if remainder else []
 
     def _pieces(self) -> list[LogPiece]:
         """Those that reach beyond the place: the last one at or before it, and all after it."""
         pieces = sorted(filter(None, map(LogPiece.of, self._store.entries())))
-        first = max((i for i, piece in enumerate(pieces) if piece.place <= self._at), default=0)
+        first = max((i for i, piece in enumerate(pieces) if piece.position <= self._at), default=0)
         return pieces[first:]
 
 

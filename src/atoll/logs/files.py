@@ -21,8 +21,8 @@ Line = TypeVar("Line", bound=LogLine)
 
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
 CHUNK_BYTES, MIN_CHUNK = 1 << 20, 16 << 10  # read at once of one rank
-HELD_BYTES = 32 << 20  # of all ranks together
-LOOK_S, LOOK_MAX_S = 0.02, 0.2
+BUFFER_BYTES = 32 << 20  # of all ranks together
+POLL_S, MAX_POLL_S = 0.02, 0.2
 GROWTH = 1.15  # of the pause between looks: what is seen late is late by a share of its age
 PROGRESS_S = 1.0  # how often a bar that only ever goes back to its start is shown
 
@@ -54,7 +54,7 @@ class RankLog:
         self._rank = rank
         self._offset = offset
         self._partial = b""
-        self._shown_at = 0.0
+        self._printed_at = 0.0
         self._times = LogTimes(self._folder)
         self._segments: Sequence[int] = ()
 
@@ -73,25 +73,25 @@ class RankLog:
             self._offset = end
             self._segments = segments(self._folder)
             self._times.refresh()
-            whole = self._partial + data
-            at = end - len(whole)
-            *lines, self._partial = whole.split(b"\n")
+            complete = self._partial + data
+            at = end - len(complete)
+            *lines, self._partial = complete.split(b"\n")
             for line in lines:
                 at += len(line) + 1
                 yield self._line(line, at)
             if len(self._partial) >= LINE_BYTES:
-                rest, self._partial = self._partial, b""
-                yield self._line(rest, end)
+                remainder, self._partial = self._partial, b""
+                yield self._line(remainder, end)
 
     def progress(self) -> Iterator[OffsetLine]:
         """What of an unfinished line was since written over, now and then."""
         size, now = _progress(self._partial), time.monotonic()
-        if size and now >= self._shown_at + PROGRESS_S:
-            self._shown_at = now
-            shown, self._partial = self._partial[:size], self._partial[size:]
-            yield self._line(shown, self._offset - len(self._partial))
+        if size and now >= self._printed_at + PROGRESS_S:
+            self._printed_at = now
+            printed, self._partial = self._partial[:size], self._partial[size:]
+            yield self._line(printed, self._offset - len(self._partial))
 
-    def rest(self) -> Iterator[OffsetLine]:
+    def remainder(self) -> Iterator[OffsetLine]:
         """The line that has begun, as far as it is there; it may have no end."""
         if self._partial:
             more, _ = read_log(self._folder, self._offset, LINE_BYTES)
@@ -121,13 +121,13 @@ async def read_lines(
     unseen = None if follow else 0
     if follow is None:
         ends = {rank: log_end(folder / str(rank)) for rank in ranks_in(folder, ranks)}
-    pause_s = LOOK_S
+    pause_s = POLL_S
     while True:
         is_last = follow is None or follow()
         is_new = False
         for rank in ranks_in(folder, ranks):
             logs.setdefault(rank, RankLog(folder, rank, offsets.get(rank, 0)))
-        chunk = max(MIN_CHUNK, min(CHUNK_BYTES, HELD_BYTES // max(1, len(logs))))
+        chunk = max(MIN_CHUNK, min(CHUNK_BYTES, BUFFER_BYTES // max(1, len(logs))))
         looks = [log.lines(chunk, ends.get(rank, unseen)) for rank, log in sorted(logs.items())]
         for line in merged(looks):
             is_new = True
@@ -137,10 +137,10 @@ async def read_lines(
         for log in logs.values():
             for line in log.progress():
                 yield line
-        pause_s = LOOK_S if is_new else min(pause_s * GROWTH, LOOK_MAX_S)
+        pause_s = POLL_S if is_new else min(pause_s * GROWTH, MAX_POLL_S)
         await asyncio.sleep(pause_s)
     for _, log in sorted(logs.items()):
-        for line in log.rest():
+        for line in log.remainder():
             yield line
 
 
@@ -176,10 +176,10 @@ async def amerged(logs: Sequence[AsyncIterator[LogLine]]) -> AsyncIterator[LogLi
             heapq.heappop(heads)
 
 
-def _progress(rest: bytes) -> int:
+def _progress(remainder: bytes) -> int:
     """How much of an unfinished line was since written over. Its last byte may be half an end."""
-    size = rest.rfind(b"\r", 0, -1) + 1
-    return size if rest[:size].strip(b"\r") else 0
+    size = remainder.rfind(b"\r", 0, -1) + 1
+    return size if remainder[:size].strip(b"\r") else 0
 
 
 def _dropped(rank: int, size: int, at: int) -> OffsetLine:
@@ -193,7 +193,7 @@ def _dropped(rank: int, size: int, at: int) -> OffsetLine:
 
 def ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:
     try:
-        found = sorted(int(name) for name in os.listdir(folder))
+        match = sorted(int(name) for name in os.listdir(folder))
     except FileNotFoundError:
         return []
-    return found if wanted is None else [rank for rank in found if rank in set(wanted)]
+    return match if wanted is None else [rank for rank in match if rank in set(wanted)]

@@ -13,7 +13,7 @@ from atoll.logs.times import LogTimes
 STEP_BYTES = 8 << 20
 CHUNK_BYTES = 1 << 20
 LONG_LINE = 1 << 20  # bytes in which the ends of a line are looked for
-SHOWN_BYTES = 4096  # of a line that was found
+EXCERPT_BYTES = 4096  # of a line that was found
 AROUND_BYTES = 256 << 10
 
 
@@ -74,7 +74,7 @@ class _OneLog:
             if end < self._end and cut == 0:
                 data, cut = self._long_line(start)
             data = data[:cut] if cut and end < self._end else data
-            hits += self._found(needle, data, start, is_case_blind)
+            hits += self._matches(needle, data, start, is_case_blind)
             self.offset = start + len(data)
         return hits, self.offset >= self._end
 
@@ -88,11 +88,13 @@ class _OneLog:
                 break
         return data, data.rfind(b"\n") + 1
 
-    def _found(self, needle: bytes, data: bytes, start: int, is_case_blind: bool) -> list[LogMatch]:
-        looked = _lowered(data) if is_case_blind else data
+    def _matches(
+        self, needle: bytes, data: bytes, start: int, is_case_blind: bool
+    ) -> list[LogMatch]:
+        searched = _lowered(data) if is_case_blind else data
         hits, at, marks = [], 0, segments(self._folder)
         self._times.refresh()
-        while (at := looked.find(needle, at)) >= 0:
+        while (at := searched.find(needle, at)) >= 0:
             begin = data.rfind(b"\n", 0, at) + 1
             end = data.find(b"\n", at)
             after = len(data) if end < 0 else end + 1
@@ -100,7 +102,7 @@ class _OneLog:
             hits.append(
                 LogMatch(
                     rank=self.rank,
-                    text=text[:SHOWN_BYTES].decode(errors="replace"),
+                    text=text[:EXCERPT_BYTES].decode(errors="replace"),
                     time=self._times.at(start + after - 1, marks),
                     at=start + after,
                     start=start + begin,
@@ -139,4 +141,7 @@ def _lines(folder: Path, rank: int, start: int, end: int, most: int) -> list[Off
         if line.at is None or line.at > end or len(lines) >= most:
             return lines
         lines.append(line)
-    return [*lines, *(line for line in reader.rest() if line.at is not None and line.at <= end)]
+    return [
+        *lines,
+        *(line for line in reader.remainder() if line.at is not None and line.at <= end),
+    ]

@@ -23,8 +23,8 @@ from atoll.logs.times import (
     times_path,
 )
 
-KEPT_BYTES = 64 * 2**20  # of each rank's log, unless another size is set
-SEGMENTS_KEPT = 8  # the oldest of them is dropped when the newest is full
+MAX_BYTES = 64 * 2**20  # of each rank's log, unless another size is set
+MAX_SEGMENTS = 8  # the oldest of them is dropped when the newest is full
 LONG_LINE = 1 << 20  # bytes in which the end of a line that was cut off is looked for
 
 
@@ -35,14 +35,14 @@ class LogWriter:
         self,
         folder: Path,
         *,
-        kept_bytes: int | None = None,
+        max_bytes: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
         self._clock = clock
         self._stamped_at = -math.inf
         self._stamps = 0  # bytes of times, which count as kept
-        self._segment_bytes = (kept_bytes or KEPT_BYTES) // SEGMENTS_KEPT
+        self._segment_bytes = (max_bytes or MAX_BYTES) // MAX_SEGMENTS
         self._file: int | None = None
         self._start = self._size = 0
         self._last = b""  # the last byte written
@@ -104,7 +104,7 @@ class LogWriter:
         self._stamped_at, self._stamps = -math.inf, 0
         if kept:
             self._put(file, kept)
-        for old in segments(self._folder)[:-SEGMENTS_KEPT]:
+        for old in segments(self._folder)[:-MAX_SEGMENTS]:
             segment_path(self._folder, old).unlink(missing_ok=True)
             times_path(self._folder, old).unlink(missing_ok=True)
 

@@ -62,8 +62,8 @@ class _Pairs:
             if size == self._size:
                 return
             # The map stays for as long as it is looked at.
-            words = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
-            self.offsets, self.times = words.cast("Q")[::2], words.cast("d")[1::2]
+            message = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
+            self.offsets, self.times = message.cast("Q")[::2], message.cast("d")[1::2]
             self._size = size
 
 
@@ -106,7 +106,7 @@ def offset_since(folder: Path, segments: Sequence[int], since: float) -> int | N
     for start in segments:
         pairs = _Pairs(times_path(folder, start))
         pairs.refresh()
-        found = bisect_left(pairs.times, since)
-        if found < len(pairs.times):
-            return pairs.offsets[found]
+        match = bisect_left(pairs.times, since)
+        if match < len(pairs.times):
+            return pairs.offsets[match]
     return None

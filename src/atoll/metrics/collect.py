@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from atoll.agent.bucket import Objects
 from atoll.agent.metric_sinks import STORES
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.errors import AtollError, BackendError, ValidationError
 from atoll.core.metrics import MACHINE, RankUsage
 from atoll.core.ports import TrainingIndex
@@ -276,7 +276,7 @@ class Collector:
 
     def _line(self, uid: str, use: RankUsage, now: float) -> bytes:
         self._numbers[uid, use.rank] += 1
-        sender = Teller(use.rank, use.attempt, 0, f"{self._source}-{use.rank}")
+        sender = MetricWriter(use.rank, use.attempt, 0, f"{self._source}-{use.rank}")
         figures = {MACHINE + name: [[now, None, value]] for name, value in use.figures.items()}
         return batch_of(sender, self._numbers[uid, use.rank], figures, 0)
 

@@ -225,9 +225,9 @@ class ObjectStore:
 
         def read() -> list[ObjectInfo]:
             if self._folder is not None and PLAIN_KEY.fullmatch(prefix):
-                found = files.list_files(self._folder, prefix, after or "")
-                if found is not None:
-                    return found
+                match = files.list_files(self._folder, prefix, after or "")
+                if match is not None:
+                    return match
             pages = obstore.list(self._reader, prefix, offset=after, chunk_size=LIST_PAGE)
             rows = (
                 ObjectInfo(m["path"], m["size"], m["last_modified"]) for page in pages for m in page
@@ -235,9 +235,9 @@ class ObjectStore:
             return sorted(rows, key=lambda info: info.key)
 
         # A folder that others delete from can fail with "not found" halfway.
-        found = self._ask(read, temporary=(FileNotFoundError,))
-        self._count(requests=len(found) // LIST_PAGE)
-        return found
+        match = self._ask(read, temporary=(FileNotFoundError,))
+        self._count(requests=len(match) // LIST_PAGE)
+        return match
 
     def list_folders(self) -> Sequence[str]:
         """The names that keys begin with, up to their first slash."""
@@ -364,7 +364,7 @@ class RangeReader:
         self._at, self._end = start, end
         self._stop = -1  # where the range ends in the object, once the store said so
         self._chunks: Iterator[Any] | None = None
-        self._rest = memoryview(b"")
+        self._remainder = memoryview(b"")
         self._file = -1
 
     def __enter__(self) -> RangeReader:
@@ -397,11 +397,11 @@ class RangeReader:
             return count
         count = 0
         while count < buffer.nbytes and self._at < self._stop:
-            if not self._rest.nbytes and not self._next_chunk():
+            if not self._remainder.nbytes and not self._next_chunk():
                 break
-            part = self._rest[: buffer.nbytes - count]
+            part = self._remainder[: buffer.nbytes - count]
             buffer[count : count + part.nbytes] = part
-            self._rest = self._rest[part.nbytes :]
+            self._remainder = self._remainder[part.nbytes :]
             count, self._at = count + part.nbytes, self._at + part.nbytes
         return count
 
@@ -435,17 +435,17 @@ class RangeReader:
                 return
             raise
         chunks = iter(answer.stream(min_chunk_size=CHUNK_BYTES))
-        self._rest = memoryview(next(chunks, b""))
+        self._remainder = memoryview(next(chunks, b""))
         self._stop, self._chunks = answer.range[1], chunks
-        self._store._progress(self._rest.nbytes)
+        self._store._progress(self._remainder.nbytes)
 
     def _next_chunk(self) -> bool:
         """Read the next chunk; an answer that breaks off goes on with another request."""
         if self._chunks is not None:
             try:
-                self._rest = memoryview(next(self._chunks, b""))
-                self._store._progress(self._rest.nbytes)
-                if self._rest.nbytes:
+                self._remainder = memoryview(next(self._chunks, b""))
+                self._store._progress(self._remainder.nbytes)
+                if self._remainder.nbytes:
                     return True
             except (failures.BaseError, OSError):
                 pass
@@ -454,7 +454,7 @@ class RangeReader:
             self._store._ask(self._request)
         except FileNotFoundError:
             raise NotFound("object", self._key) from None
-        return self._rest.nbytes > 0
+        return self._remainder.nbytes > 0
 
 
 def _pieces(data: Buffer | Pieces) -> Pieces:

@@ -57,9 +57,9 @@ def is_final(error: Exception) -> bool:
 
 def describe(error: Exception) -> str:
     """The error in one line, with the reason that its debug output has below."""
-    first, _, rest = str(error).partition("\n")
+    first, _, remainder = str(error).partition("\n")
     text = f"{type(error).__name__}: {first}"
-    for found in (_CODE.search(rest), _REASON.search(rest)):
-        if found and found[1] not in text:
-            text += f": {found[1]}"
+    for match in (_CODE.search(remainder), _REASON.search(remainder)):
+        if match and match[1] not in text:
+            text += f": {match[1]}"
     return text

@@ -157,7 +157,7 @@ def list_files(folder: str, prefix: str, after: str) -> list[ObjectInfo] | None:
     """The objects under `prefix` with keys greater than `after`, sorted; None if the names of files
     are not their keys. What others delete meanwhile may be in it or not.
     """
-    found = list[ObjectInfo]()
+    match = list[ObjectInfo]()
     folders = [prefix]
     while folders:
         parent = folders.pop()
@@ -179,5 +179,5 @@ def list_files(folder: str, prefix: str, after: str) -> list[ObjectInfo] | None:
                 elif key > after:
                     state = entry.stat()
                     modified = datetime.fromtimestamp(state.st_mtime_ns / 1e9, UTC)
-                    found.append(ObjectInfo(key, state.st_size, modified))
-    return sorted(found, key=lambda info: info.key)
+                    match.append(ObjectInfo(key, state.st_size, modified))
+    return sorted(match, key=lambda info: info.key)

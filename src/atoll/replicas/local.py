@@ -26,7 +26,7 @@ from typing import Any
 
 import atoll
 from atoll.backends.local import processes
-from atoll.backends.local.adoption import bury, delete, is_buried, read_record, write_record
+from atoll.backends.local.adoption import mark_deleted, delete, is_buried, read_record, write_record
 from atoll.backends.local.executor import LocalBackend
 from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
@@ -188,7 +188,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
     async def purge(self, training: Training) -> None:
         """A script that ends can start no thread to delete files in."""
         directory = self.root / training.uid
-        bury(directory)
+        mark_deleted(directory)
         await super().release(training)
         delete(directory)
 
@@ -266,7 +266,7 @@ def clear_expired(root: Path) -> None:
             # Without a record it is of a launch that was refused.
             ended_at = directory.stat().st_mtime if record is None else record.status.ended_at
             if ended_at is not None and time.time() > ended_at + RETENTION_S:
-                bury(directory)
+                mark_deleted(directory)
                 delete(directory)
 
 

@@ -99,11 +99,11 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
     """To be placed before the class of a backend: its gangs can be followed by many."""
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
-        place = self.place_of(training)
+        record_store = self.record_store_of(training)
         if desired.size == 0 and training.status.failing:
             cause = encode([training.status.failing, training.status.failing_message])
             await self._keep(training, CAUSE, cause)
-        if desired.size and await self._ask(place.get, TRAINING) is None:
+        if desired.size and await self._ask(record_store.get, TRAINING) is None:
             await self.prepare(training)
             await self._keep(training, TRAINING, encode(as_record(training)))
         await super().apply(training, desired)
@@ -112,8 +112,8 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
         own = job_name.removeprefix(PREFIX)
         if not own.isalnum() or uid not in (None, own):
             return None
-        place = self.place_of(_unknown(own))
-        data = await self._ask(place.get, TRAINING)
+        record_store = self.record_store_of(_unknown(own))
+        data = await self._ask(record_store.get, TRAINING)
         if data is None:
             return None
         try:
@@ -136,7 +136,7 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
         return replace(training, spec=spec, status=status)
 
     async def stop_cause(self, training: Training) -> StopCause:
-        data = await self._ask(self.place_of(training).get, CAUSE)
+        data = await self._ask(self.record_store_of(training).get, CAUSE)
         return StopCause() if data is None else StopCause(*decode(data, tuple[str, str]))
 
     async def release(self, training: Training) -> None:
@@ -149,11 +149,11 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
 
     async def purge(self, training: Training) -> None:
         await super().release(training)
-        await self._ask(self.place_of(training).delete, [TRAINING, CAUSE])
+        await self._ask(self.record_store_of(training).delete, [TRAINING, CAUSE])
         await self.clear(training, with_logs=True)
 
     async def _keep(self, training: Training, name: str, data: bytes) -> None:
-        await self._ask(self.place_of(training).put, name, data)
+        await self._ask(self.record_store_of(training).put, name, data)
 
     async def _ask(self, question: Any, *message: Any) -> Any:
         try:

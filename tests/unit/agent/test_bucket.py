@@ -13,34 +13,34 @@ from atoll.core.errors import ValidationError
 
 
 @pytest.fixture(params=["memory", "folder"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+def record_store(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
     store = MemoryStore() if request.param == "memory" else LocalStore(tmp_path)
     return Objects(store, request.param)
 
 
-def test_a_name_is_created_once(place: Objects) -> None:
-    assert place.create("a", b"1")
-    assert place.create("a", b"1")  # the same request again, as after a lost answer
-    assert not place.create("a", b"2")
-    assert place.get("a") == b"1"
+def test_a_name_is_created_once(record_store: Objects) -> None:
+    assert record_store.create("a", b"1")
+    assert record_store.create("a", b"1")  # the same request again, as after a lost answer
+    assert not record_store.create("a", b"2")
+    assert record_store.get("a") == b"1"
 
 
-def test_put_get_list_and_delete(place: Objects) -> None:
-    assert place.get("a") is None
-    place.put("a", b"1")
-    place.put("a", b"2")
-    place.heartbeat("0.0.heartbeat")
-    before = place.entries()
+def test_put_get_list_and_delete(record_store: Objects) -> None:
+    assert record_store.get("a") is None
+    record_store.put("a", b"1")
+    record_store.put("a", b"2")
+    record_store.heartbeat("0.0.heartbeat")
+    before = record_store.entries()
     assert sorted(before) == ["0.0.heartbeat", "a"]
-    place.heartbeat("0.0.heartbeat")
-    assert place.entries()["0.0.heartbeat"] > before["0.0.heartbeat"]
-    place.delete(["a", "b"])
-    assert sorted(place.entries()) == ["0.0.heartbeat"]
+    record_store.heartbeat("0.0.heartbeat")
+    assert record_store.entries()["0.0.heartbeat"] > before["0.0.heartbeat"]
+    record_store.delete(["a", "b"])
+    assert sorted(record_store.entries()) == ["0.0.heartbeat"]
 
 
-def test_a_claim_is_taken_once(place: Objects) -> None:
-    assert RankAttempt(place, 0, 0, "h").claim()
-    assert not RankAttempt(place, 0, 0, "h").claim()
+def test_a_claim_is_taken_once(record_store: Objects) -> None:
+    assert RankAttempt(record_store, 0, 0, "h").claim()
+    assert not RankAttempt(record_store, 0, 0, "h").claim()
 
 
 def test_a_uri_that_is_none_is_refused() -> None:

@@ -12,13 +12,13 @@ from atoll.agent.keywords import call, missing_keywords
 ENV = {"REPLICA_RANK": "2", "WORLD_SIZE": "4", "RENDEZVOUS_URI": "s3://b/run"}
 
 
-def place(rank: int, world_size: int, *, rendezvous_uri: str, lr: float) -> tuple[Any, ...]:
+def record_store(rank: int, world_size: int, *, rendezvous_uri: str, lr: float) -> tuple[Any, ...]:
     return rank, world_size, rendezvous_uri, lr
 
 
 def test_what_a_function_requires_and_was_not_given_is_filled_in() -> None:
-    assert call(place, {"lr": 0.1}, ENV) == (2, 4, "s3://b/run", 0.1)
-    assert call(place, {"lr": 0.1, "world_size": 9}, ENV) == (2, 9, "s3://b/run", 0.1)
+    assert call(record_store, {"lr": 0.1}, ENV) == (2, 4, "s3://b/run", 0.1)
+    assert call(record_store, {"lr": 0.1, "world_size": 9}, ENV) == (2, 9, "s3://b/run", 0.1)
 
 
 def test_what_has_a_value_of_its_own_keeps_it() -> None:
@@ -26,7 +26,7 @@ def test_what_has_a_value_of_its_own_keeps_it() -> None:
         return rank, more
 
     assert call(lora, {}, ENV) == (8, {})
-    assert missing_keywords(functools.partial(place, rank=3), {"lr": 1}) == [
+    assert missing_keywords(functools.partial(record_store, rank=3), {"lr": 1}) == [
         "world_size",
         "rendezvous_uri",
     ]

@@ -17,8 +17,8 @@ from atoll.agent.bundle import wrapper_file
 from atoll.agent.machine_use import (
     NvmlGpus,
     UseThread,
-    container_figures,
-    figures_of,
+    container_metrics,
+    metrics_of,
     processes_of,
 )
 from atoll.metrics.store import decode_batch
@@ -31,7 +31,7 @@ def test_a_container_of_version_two(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("4096\n")
     (tmp_path / "pids.current").write_text("7\n")
     (tmp_path / "io.stat").write_text("8:0 rbytes=10 wbytes=20 rios=1\n8:16 rbytes=5 wbytes=0\n")
-    assert container_figures(str(tmp_path)) == {
+    assert container_metrics(str(tmp_path)) == {
         "cpu_s": 2.5, "memory": 4096.0, "threads": 7.0, "read_bytes": 15.0, "written_bytes": 20.0,
     }  # fmt: skip
 
@@ -45,20 +45,20 @@ def test_a_container_of_version_one(tmp_path: Path) -> None:
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(text)
-    assert container_figures(str(tmp_path)) == {
+    assert container_metrics(str(tmp_path)) == {
         "cpu_s": 1.5, "memory": 8192.0, "threads": 3.0, "read_bytes": 4.0, "written_bytes": 6.0,
     }  # fmt: skip
 
 
 def test_what_a_control_group_does_not_tell_is_absent(tmp_path: Path) -> None:
-    assert container_figures(str(tmp_path)) == {}
+    assert container_metrics(str(tmp_path)) == {}
     (tmp_path / "cgroup.controllers").write_text("")
     (tmp_path / "cpu.stat").write_text("usage_usec 1")
-    assert container_figures(str(tmp_path)) == {}, "the root of a machine is no rank's"
+    assert container_metrics(str(tmp_path)) == {}, "the root of a machine is no rank's"
     (tmp_path / "cpu.stat").unlink()
     (tmp_path / "cgroup.type").write_text("domain\n")
     (tmp_path / "memory.current").write_text("max\n")
-    assert container_figures(str(tmp_path)) == {}
+    assert container_metrics(str(tmp_path)) == {}
 
 
 def test_a_command_is_measured_with_what_it_has_started() -> None:
@@ -73,7 +73,7 @@ def test_a_command_is_measured_with_what_it_has_started() -> None:
         child = int(process.stdout.readline())
         own = processes_of(process.pid)
         assert set(own) == {process.pid, child}
-        figures = figures_of(own)
+        figures = metrics_of(own)
         assert figures["processes"] == 2
         assert figures["memory"] > 2**20
         os.kill(child, 9)
@@ -112,19 +112,19 @@ class StandInNvml:
 
 def test_gpus_are_those_that_the_rank_may_use() -> None:
     gpus = NvmlGpus(StandInNvml())
-    assert gpus.figures("1", is_alone=False) == {"gpu": 0.8, "gpu_memory": 2000.0}
-    assert gpus.figures("GPU-1", is_alone=False) == {"gpu": 0.4, "gpu_memory": 1000.0}
-    assert gpus.figures("0,1", is_alone=False)["gpu_memory"] == 3000.0
-    assert gpus.figures(None, is_alone=True)["gpu_memory"] == 3000.0
-    assert gpus.figures(None, is_alone=False) == {}, "whose use it is is not known"
-    assert gpus.figures("", is_alone=True) == {}, "it may use none"
-    assert NvmlGpus(StandInNvml(is_blind=True)).figures("0", is_alone=True) == {
+    assert gpus.metrics("1", is_alone=False) == {"gpu": 0.8, "gpu_memory": 2000.0}
+    assert gpus.metrics("GPU-1", is_alone=False) == {"gpu": 0.4, "gpu_memory": 1000.0}
+    assert gpus.metrics("0,1", is_alone=False)["gpu_memory"] == 3000.0
+    assert gpus.metrics(None, is_alone=True)["gpu_memory"] == 3000.0
+    assert gpus.metrics(None, is_alone=False) == {}, "whose use it is is not known"
+    assert gpus.metrics("", is_alone=True) == {}, "it may use none"
+    assert NvmlGpus(StandInNvml(is_blind=True)).metrics("0", is_alone=True) == {
         "gpu_memory": 1000.0
     }
 
 
 def test_without_a_driver_gpus_are_absent() -> None:
-    assert NvmlGpus(object()).figures("0", is_alone=True) == {}
+    assert NvmlGpus(object()).metrics("0", is_alone=True) == {}
     with pytest.raises(OSError, match="no such"):
         ctypes.CDLL("/no such library.so")
 
@@ -162,8 +162,8 @@ def test_a_wrapper_without_atoll_measures_its_command(tmp_path: Path) -> None:
 
 def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
     """One archive, run by a plain Python, with its records in a folder."""
-    place, figures = tmp_path / "place", tmp_path / "figures"
-    place.mkdir()
+    record_store, figures = tmp_path / "place", tmp_path / "figures"
+    record_store.mkdir()
     (tmp_path / "atoll.pyz").write_bytes(wrapper_file())
     script = f"while ! ls {figures}/* >/dev/null 2>&1; do sleep 0.05; done"
     launch = {
@@ -184,9 +184,9 @@ def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
         "gated": False,
     }
     desired = {"t": "desired", "version": 1, "size": 8, "discarded": {}, "stops": {}, "at": 0.0}
-    (place / "launch").write_text(json.dumps(launch))
-    (place / "desired").write_text(json.dumps(desired))
-    wrapper = [sys.executable, "-S", "-I", str(tmp_path / "atoll.pyz"), str(place), "7", "2"]
+    (record_store / "launch").write_text(json.dumps(launch))
+    (record_store / "desired").write_text(json.dumps(desired))
+    wrapper = [sys.executable, "-S", "-I", str(tmp_path / "atoll.pyz"), str(record_store), "7", "2"]
     done = subprocess.run(wrapper, timeout=60, check=False)
     assert done.returncode == 0
     (file,) = figures.iterdir()
@@ -198,23 +198,23 @@ def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
 def test_a_command_that_neither_prints_nor_works_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, used_s, said_at = 100.0, 5.0, 100.0
+    now, used_s, printed_at = 100.0, 5.0, 100.0
     monkeypatch.setattr(machine_use.time, "monotonic", lambda: now)
-    monkeypatch.setattr(machine_use, "container_figures", lambda: {"cpu_s": used_s})
+    monkeypatch.setattr(machine_use, "container_metrics", lambda: {"cpu_s": used_s})
     sink: Any = object()
-    use = UseThread({}, sink, 1, is_contained=True, is_alone=True, said_at=lambda: said_at)
-    assert use.still_s() is None, "nobody has looked"
+    use = UseThread({}, sink, 1, is_contained=True, is_alone=True, printed_at=lambda: printed_at)
+    assert use.unchanged_s() is None, "nobody has looked"
     use.measure()
-    assert use.still_s() == 0.0
+    assert use.unchanged_s() == 0.0
     now, used_s = 110.0, 5.1  # one hundredth of a core, and a little for the clock
     use.measure()
-    assert use.still_s() == 10.0
-    now, said_at = 120.0, 115.0
+    assert use.unchanged_s() == 10.0
+    now, printed_at = 120.0, 115.0
     use.measure()
-    assert use.still_s() == 5.0
+    assert use.unchanged_s() == 5.0
     now, used_s = 130.0, 5.3
     use.measure()
-    assert use.still_s() == 0.0, "it works"
+    assert use.unchanged_s() == 0.0, "it works"
     blind = UseThread({}, sink, 1, is_contained=True, is_alone=True)
     blind.measure()
-    assert blind.still_s() is None, "it may print"
+    assert blind.unchanged_s() is None, "it may print"

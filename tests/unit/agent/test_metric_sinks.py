@@ -23,8 +23,8 @@ def counted(metric_store: MetricStore) -> int:
     return int(sum(sum(one.series.columns[COUNT]) for one in metric_store.series("u")))
 
 
-def life_of(reporter: Reporter) -> metrics.PendingFigures:
-    return reporter._lives[os.getpid()]
+def life_of(reporter: Reporter) -> metrics.PendingMetrics:
+    return reporter._sessions[os.getpid()]
 
 
 class LossySink:
@@ -54,7 +54,7 @@ class RefusingSink:
 @pytest.fixture
 def reporter(monkeypatch: pytest.MonkeyPatch) -> Reporter:
     monkeypatch.setattr(metrics, "SOON_S", 3600.0)
-    monkeypatch.setattr(metrics, "_TOLD", set())
+    monkeypatch.setattr(metrics, "_WARNED", set())
     monkeypatch.setenv("ATOLL_REPORTS", "http://127.0.0.1:1/")
     monkeypatch.setenv("ATOLL_REPORTS_TOKEN", "t")
     return Reporter()
@@ -115,8 +115,8 @@ def test_objects_are_read_once_and_deleted(tmp_path: Path, monkeypatch: pytest.M
     store: Any = MemoryStore()
     shared = bucket.Objects(store, "memory")
     monkeypatch.setattr(bucket.Objects, "open", lambda uri: shared)
-    line = metrics.batch_of(metrics.Teller(0, 1, 0, "a"), 1, {"loss": [[1.0, 1, 0.5]]}, 0)
-    more = metrics.batch_of(metrics.Teller(0, 1, 0, "a"), 2, {"loss": [[2.0, 2, "nan"]]}, 0)
+    line = metrics.batch_of(metrics.MetricWriter(0, 1, 0, "a"), 1, {"loss": [[1.0, 1, 0.5]]}, 0)
+    more = metrics.batch_of(metrics.MetricWriter(0, 1, 0, "a"), 2, {"loss": [[2.0, 2, "nan"]]}, 0)
     sink = ObjectSink("s3://bucket/x", "0.1.0.a")
     for batch in (line, more):
         assert sink.hand_on(batch) == metric_sinks.OBJECTS_EVERY_S

@@ -58,7 +58,7 @@ def test_whatever_a_figure_is_report_does_not_raise(
 
     monkeypatch.setenv("ATOLL_REPORTS", tmp_path.as_uri())
     monkeypatch.setattr(metrics, "_REPORTER", Reporter())
-    monkeypatch.setattr(metrics, "_TOLD", set())
+    monkeypatch.setattr(metrics, "_WARNED", set())
     for _ in range(3):
         metrics.report(step="x", loss=1.0)  # type: ignore[arg-type]
         metrics.report(loss="word", other=Hostile(), good=1)
@@ -88,7 +88,7 @@ def test_a_call_returns_while_a_write_is_stuck_for_ever(
     monkeypatch.setenv("ATOLL_REPORTS", tmp_path.as_uri())
     stuck = Reporter()
     stuck.add(0, {"loss": 0.0})
-    life = stuck._lives[os.getpid()]
+    life = stuck._sessions[os.getpid()]
     os.mkfifo(tmp_path / "stuck.000000")  # nobody reads: to open it for writing never ends
     has_begun = threading.Event()
 
@@ -116,7 +116,7 @@ def test_a_call_returns_while_a_write_is_stuck_for_ever(
 def test_a_call_does_not_wait_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for whoever reads the output that the log goes to."""
     monkeypatch.setattr(metrics, "SOON_S", 3600.0)
-    monkeypatch.setattr(metrics, "_TOLD", set())
+    monkeypatch.setattr(metrics, "_WARNED", set())
     monkeypatch.setenv("ATOLL_REPORTS", tmp_path.as_uri())
     monkeypatch.setattr(metrics, "_REPORTER", Reporter())
     told = threading.Event()
@@ -140,7 +140,7 @@ def test_callers_get_the_interpreter_between_slices_of_work(reporter: Reporter) 
     for step in range(2000):
         reporter.add(step, {names[step % 50]: 1.0})
     calls_left = []
-    life = reporter._lives[os.getpid()]
+    life = reporter._sessions[os.getpid()]
     life.flush(lambda: calls_left.append(len(life.calls)))
     longest = max(a - b for a, b in zip([2000, *calls_left], calls_left, strict=False))
     assert longest <= metrics.SLICE_CALLS
@@ -186,7 +186,7 @@ class Sink:
             file.write(batch)
         return 1.0
 metrics.report(step=0, loss=0.0)
-metrics._REPORTER._lives[os.getpid()].sink = Sink()
+metrics._REPORTER._sessions[os.getpid()].sink = Sink()
 if sys.argv[2] == "late":
     metrics._REPORTER.flush()
 metrics.report(step=1, loss=1.0)
@@ -251,7 +251,7 @@ def test_outside_a_training_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     outside = Reporter()
     outside.add(1, {"loss": object()})
     outside.add_round({"round": 1})
-    life = outside._lives[os.getpid()]
+    life = outside._sessions[os.getpid()]
     assert not started
     assert not life.calls
     assert not life.rounds
@@ -338,7 +338,9 @@ def test_merging_keeps_the_order_and_the_newest_step() -> None:
 
 
 def test_processes_of_torchrun_in_one_rank_are_told_apart() -> None:
-    life = metrics.Teller.of({"ATOLL_RANK": "1", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "x"})
+    life = metrics.MetricWriter.of(
+        {"ATOLL_RANK": "1", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "x"}
+    )
     assert (life.rank, life.process) == (1, 3)
-    assert metrics.Teller.of({"ATOLL_RANK": "1", "LOCAL_RANK": "1"}).process == 0
+    assert metrics.MetricWriter.of({"ATOLL_RANK": "1", "LOCAL_RANK": "1"}).process == 0
     assert sink_of({}, "0.1.0.a") is None

@@ -121,11 +121,11 @@ def test_what_holds_itself_is_refused() -> None:
 
 
 class Evil:
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, record_store: Path) -> None:
+        self.record_store = record_store
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.place),)
+        return os.mkdir, (str(self.record_store),)
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack", "pickle", "none"])

@@ -18,7 +18,7 @@ import pytest
 from atoll.agent.bundle import wrapper_file
 from atoll.agent.process import CLAIMED, OutputTimes
 from atoll.agent.records import is_unwanted
-from atoll.agent.wrapper import Folder, RankAttempt, open_place, read, write
+from atoll.agent.wrapper import Folder, RankAttempt, open_record_store, read, write
 from atoll.backends.slurm.render import TIMES_FILE
 from atoll.core.status import LogLine
 from atoll.logs.files import read_lines
@@ -54,7 +54,7 @@ class Gang:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "gang"
         self.folder.mkdir()
-        self.place = Folder(str(self.folder))
+        self.record_store = Folder(str(self.folder))
         self.file = folder / "atoll.pyz"
         self.file.write_bytes(wrapper_file())
         self.out = folder / "out"
@@ -71,11 +71,11 @@ class Gang:
             "at": 0.0,
             **more,
         }
-        self.place.put("desired", write(desired))
+        self.record_store.put("desired", write(desired))
 
     def launch(self, script: str | None = None, **more: Any) -> None:
         command = LAUNCH["command"] if script is None else ["sh", "-c", script]
-        self.place.put("launch", write({**LAUNCH, "command": command, **more}))
+        self.record_store.put("launch", write({**LAUNCH, "command": command, **more}))
 
     def start(
         self, rank: int = 1, attempt: int = 0, stdout: Any = subprocess.PIPE
@@ -91,7 +91,7 @@ class Gang:
         return process
 
     def record(self, rank: int = 1, attempt: int = 0, kind: str = "exit") -> dict[str, Any] | None:
-        return read(self.place, f"{rank}.{attempt}.{kind}")
+        return read(self.record_store, f"{rank}.{attempt}.{kind}")
 
 
 @pytest.fixture
@@ -199,9 +199,9 @@ def test_what_runs_goes_on_when_the_wish_is_lost(gang: Gang) -> None:
     gang.launch("touch $OUT; while [ ! -e $OUT.go ]; do sleep 0.02; done")
     process = gang.start()
     until(gang.out.exists)
-    gang.place.delete(["desired"])
-    before = until(lambda: gang.place.entries().get("1.0.heartbeat"))
-    until(lambda: gang.place.entries()["1.0.heartbeat"] != before)
+    gang.record_store.delete(["desired"])
+    before = until(lambda: gang.record_store.entries().get("1.0.heartbeat"))
+    until(lambda: gang.record_store.entries()["1.0.heartbeat"] != before)
     assert process.poll() is None
     Path(f"{gang.out}.go").touch()
     assert process.wait(60) == 0
@@ -253,16 +253,16 @@ def test_one_that_was_given_up_while_frozen_does_not_run_on(gang: Gang) -> None:
     gang.launch("echo $$ > $OUT; while :; do sleep 0.02; done")
     process = gang.start()
     rank = int(until(lambda: gang.out.exists() and gang.out.read_text().strip()))
-    until(lambda: gang.place.entries().get("1.0.heartbeat"))
+    until(lambda: gang.record_store.entries().get("1.0.heartbeat"))
     os.kill(process.pid, signal.SIGSTOP)
     concluded = write({"atollExit": 1, "by": "backend", "code": None})
-    assert gang.place.create("1.0.exit", concluded)
-    stamp = gang.place.entries()["1.0.heartbeat"]
+    assert gang.record_store.create("1.0.exit", concluded)
+    stamp = gang.record_store.entries()["1.0.heartbeat"]
     until(lambda: time.time_ns() - stamp > 4e9)  # more beats than it may miss
     os.kill(process.pid, signal.SIGCONT)
     process.wait(60)
     assert not os.path.exists(f"/proc/{rank}")
-    assert gang.place.get("1.0.exit") == concluded
+    assert gang.record_store.get("1.0.exit") == concluded
 
 
 def test_the_backends_own_signal_is_passed_on_and_told(gang: Gang) -> None:
@@ -294,11 +294,11 @@ def test_ranks_wait_at_the_gate_and_meet_at_rank_0(gang: Gang) -> None:
     gang.launch(script, gated=True, together="TOGETHER", meeting=meeting)
     ranks = [gang.start(0), gang.start(1)]
     until(lambda: gang.record(1, kind="claim") and gang.record(0, kind="claim"))
-    until(lambda: "1.0.heartbeat" in gang.place.entries())
+    until(lambda: "1.0.heartbeat" in gang.record_store.entries())
     assert not gang.out.exists()
-    gang.place.create("gate", write({"at": 1.0, "together": 2}))
+    gang.record_store.create("gate", write({"at": 1.0, "together": 2}))
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    port = (read(gang.place, "rendezvous") or {})["port"]
+    port = (read(gang.record_store, "rendezvous") or {})["port"]
     assert gang.out.read_text().splitlines() == [f"2 node7 node7:{port}"] * 2
 
 
@@ -323,7 +323,7 @@ def test_one_that_is_told_to_go_at_the_gate_never_ran(gang: Gang) -> None:
 def test_what_cannot_be_run(
     gang: Gang, command: list[str], folder: str, code: int, reason: str
 ) -> None:
-    gang.place.put("launch", write({**LAUNCH, "command": command, "folder": folder}))
+    gang.record_store.put("launch", write({**LAUNCH, "command": command, "folder": folder}))
     assert gang.start().wait(60) == code
     record = gang.record() or {}
     assert (record["code"], record["reason"]) == (code, reason)
@@ -362,21 +362,21 @@ def test_who_is_wanted() -> None:
 
 def test_a_place_by_path_and_by_uri(tmp_path: Path) -> None:
     for uri in (str(tmp_path), f"file://{tmp_path}"):
-        place = open_place(uri)
-        assert isinstance(place, Folder)
-        assert place.path == str(tmp_path)
+        record_store = open_record_store(uri)
+        assert isinstance(record_store, Folder)
+        assert record_store.path == str(tmp_path)
 
 
 def test_a_folder_is_read_in_one_listing(tmp_path: Path) -> None:
-    place = Folder(str(tmp_path))
-    assert place.create("a", b"1")
-    assert not place.create("a", b"2")
-    assert place.get("a") == b"1"
-    place.put("a", b"3")
-    place.heartbeat("0.0.heartbeat")
-    assert sorted(place.entries()) == ["0.0.heartbeat", "a"]
-    place.delete(["a", "a"])
-    assert place.get("a") is None
+    record_store = Folder(str(tmp_path))
+    assert record_store.create("a", b"1")
+    assert not record_store.create("a", b"2")
+    assert record_store.get("a") == b"1"
+    record_store.put("a", b"3")
+    record_store.heartbeat("0.0.heartbeat")
+    assert sorted(record_store.entries()) == ["0.0.heartbeat", "a"]
+    record_store.delete(["a", "a"])
+    assert record_store.get("a") is None
     assert json.loads(write({"b": 1, "a": 2})) == {"a": 2, "b": 1}
 
 

@@ -233,10 +233,10 @@ COMMANDS: dict[str, tuple[str, RankLayout, list[str]]] = {
 
 @pytest.mark.parametrize("what", COMMANDS)
 def test_code_that_was_shipped_is_run_by_its_kind(what: str) -> None:
-    kind, place, command = COMMANDS[what]
+    kind, record_store, command = COMMANDS[what]
     source = Source(kind=kind, content=b"x", filename="code", directory="/home/me")
     spec = {"command": None, "source": source, "args": ["a"]}
-    assert render_launch(training(**spec), place).command == command
+    assert render_launch(training(**spec), record_store).command == command
 
 
 def test_packages_are_installed_before_the_command_runs() -> None:

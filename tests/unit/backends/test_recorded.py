@@ -77,8 +77,8 @@ class Stage:
 
     async def recorded(self, ranks: int) -> None:
         """So many ends are written by their wrappers."""
-        place, deadline = self.backend.place_of(self.training), time.monotonic() + 30
-        while sum(name.endswith(".exit") for name in place.entries()) < ranks:
+        record_store, deadline = self.backend.record_store_of(self.training), time.monotonic() + 30
+        while sum(name.endswith(".exit") for name in record_store.entries()) < ranks:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
 
@@ -330,9 +330,9 @@ def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
     async def body(stage: Stage) -> None:
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
-        place = stage.backend.place_of(stage.training)
+        record_store = stage.backend.record_store_of(stage.training)
         deadline = time.monotonic() + 30
-        while sum(name.endswith(".heartbeat") for name in place.entries()) < 3:
+        while sum(name.endswith(".heartbeat") for name in record_store.entries()) < 3:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         for process in stage.backend.processes.values():
@@ -438,7 +438,7 @@ def test_code_that_somebody_changed_is_not_run(staged: Callable[[Body], None]) -
 
 
 def lose_records(stage: Stage) -> None:
-    for name in stage.backend.place_of(stage.training).entries():
+    for name in stage.backend.record_store_of(stage.training).entries():
         os.unlink(stage.backend.root / stage.training.uid / name)
 
 
@@ -477,15 +477,17 @@ def test_the_start_gate_does_not_count_an_attempt_that_has_ended(
         world = WorldSize(min=2, target=2, max=2)
         spec = replace(stage.training.spec, world_size=world, start_grace_s=600.0)
         training = replace(stage.training, spec=spec)
-        place = stage.backend.place_of(training)
+        record_store = stage.backend.record_store_of(training)
         document = desired_record(1, 2, {}, None, {}, 1.0)
         await stage.backend._put(training, DESIRED, document)
         killed = {"atollExit": 1, "code": 137, "signal": "SIGKILL", "reason": "Signal", "at": 2.0,
                   "ran": False, "stopped": False, "host": "h"}  # fmt: skip
         for rank in range(2):
-            place.create(name_of(rank, 0, CLAIM), write({"token": "t", "host": "h", "at": 1.0}))
+            record_store.create(
+                name_of(rank, 0, CLAIM), write({"token": "t", "host": "h", "at": 1.0})
+            )
             stage.backend.words[rank, 0] = JobState("running")
-        place.create(name_of(1, 0, EXIT), record_line(killed, 4096))
+        record_store.create(name_of(1, 0, EXIT), record_line(killed, 4096))
         observation = await stage.backend.observe(training)
         assert states(observation) == ["waiting", "waiting"]
         assert not [

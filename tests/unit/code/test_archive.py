@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atoll.code import archive
-from atoll.code.archive import files_of, in_words, pack, why_not, within
+from atoll.code.archive import describe, files_of, pack, why_not, within
 from atoll.core.errors import ValidationError
 from atoll.core.spec import Code
 
@@ -192,6 +192,6 @@ def test_folders_of_modules_are_those_inside(tmp_path: Path) -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [in_words(n) for n in (0, 999, 1500, 34_100, 16 * 2**20, 3 * 10**9)] == [
+    assert [describe(n) for n in (0, 999, 1500, 34_100, 16 * 2**20, 3 * 10**9)] == [
         *("0 B", "999 B", "1.5 kB", "34.1 kB", "16.8 MB", "3 GB")
     ]

@@ -58,8 +58,8 @@ def test_attempts_follow_each_other_and_places_lead_back(uri: str) -> None:
     texts = ["half a line, then from a child", "a", "", "b", "from a child"]
     assert [line.text for line in all_lines] == texts
     for at, line in enumerate(all_lines):
-        place = line.at  # type: ignore[attr-defined]
-        assert [each.text for each in lines(logs, {0: place})] == texts[at + 1 :]
+        position = line.at  # type: ignore[attr-defined]
+        assert [each.text for each in lines(logs, {0: position})] == texts[at + 1 :]
     for tail in range(1, 6):
         offsets = asyncio.run(logs.offsets(tail))
         assert [each.text for each in lines(logs, offsets)] == texts[-tail:]
@@ -69,7 +69,7 @@ def test_a_piece_is_read_back_by_its_name() -> None:
     piece = LogPiece(3, 1 << 33)
     assert LogPiece.of(piece.name) == piece
     assert LogPiece.of("something else") is None
-    assert LogPiece(1, 0).place > LogPiece(0, 1 << 35).place
+    assert LogPiece(1, 0).position > LogPiece(0, 1 << 35).position
 
 
 def test_a_rank_without_a_log_has_no_lines(uri: str) -> None:

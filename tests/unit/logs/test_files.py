@@ -12,8 +12,8 @@ from atoll.logs.segments import LogWriter
 
 
 class Followed:
-    def __init__(self, folder: Path, kept_bytes: int | None = None) -> None:
-        self.log = LogWriter(folder / "0", kept_bytes=kept_bytes)
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        self.log = LogWriter(folder / "0", max_bytes=max_bytes)
         self.is_over = False
         self.lines: AsyncIterator[LogLine] = read_lines(
             folder, {}, ranks=None, follow=lambda: self.is_over
@@ -72,7 +72,7 @@ def lines_of(folder: Path, offsets: dict[int, int]) -> list[str]:
 
 
 def test_a_log_of_which_much_was_dropped_says_so_and_starts_at_a_line(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path / "0", kept_bytes=80_000)
+    log = LogWriter(tmp_path / "0", max_bytes=80_000)
     written = [f"line {n:06d} of the log" for n in range(20_000)]
     for line in written:
         log.write(line.encode() + b"\n")
@@ -90,7 +90,7 @@ def test_a_log_of_which_much_was_dropped_says_so_and_starts_at_a_line(tmp_path: 
 
 def test_a_reader_that_fell_behind_is_told_what_it_missed(tmp_path: Path) -> None:
     async def follow() -> None:
-        followed = Followed(tmp_path, kept_bytes=8_000)
+        followed = Followed(tmp_path, max_bytes=8_000)
         followed.log.write(b"first\nhalf a li")
         assert await followed.next() == "first"
         for n in range(2000):

@@ -11,8 +11,8 @@ from atoll.logs.search import LogSearch, lines_around
 from atoll.logs.segments import LogWriter, read_log
 
 
-def log(folder: Path, data: bytes, kept_bytes: int | None = None, step: int = 50) -> None:
-    writer = LogWriter(folder, kept_bytes=kept_bytes)
+def log(folder: Path, data: bytes, max_bytes: int | None = None, step: int = 50) -> None:
+    writer = LogWriter(folder, max_bytes=max_bytes)
     for at in range(0, len(data), step):
         writer.write(data[at : at + step])
     writer.close()
@@ -75,7 +75,7 @@ def test_a_line_longer_than_a_step_is_found(tmp_path: Path) -> None:
     found = hits(LogSearch(tmp_path, "needle"), 100_000)
     assert found[-1].text == "short needle"
     assert len(found) == 2
-    assert all(len(hit.text) <= search.SHOWN_BYTES for hit in found)
+    assert all(len(hit.text) <= search.EXCERPT_BYTES for hit in found)
 
 
 def test_lines_around_a_place(tmp_path: Path) -> None:

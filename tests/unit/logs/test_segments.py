@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.logs.segments import (
-    SEGMENTS_KEPT,
+    MAX_SEGMENTS,
     LogWriter,
     last_lines,
     log_end,
@@ -21,7 +21,7 @@ from atoll.logs.segments import (
 
 
 def test_a_reader_follows_across_rotations_without_a_gap(tmp_path: Path) -> None:
-    writer = LogWriter(tmp_path / "0", kept_bytes=800)
+    writer = LogWriter(tmp_path / "0", max_bytes=800)
     written, got, offset = b"", b"", 0
     for n in range(40):
         line = f"line {n}\n".encode()
@@ -37,11 +37,11 @@ def test_a_reader_follows_across_rotations_without_a_gap(tmp_path: Path) -> None
 
 
 def test_the_log_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
-    writer = LogWriter(tmp_path / "0", kept_bytes=8000)
+    writer = LogWriter(tmp_path / "0", max_bytes=8000)
     for n in range(10_000):
         writer.write(f"{n:08d}\n".encode())
     size = sum(p.stat().st_size for p in (tmp_path / "0").iterdir())
-    assert size <= (SEGMENTS_KEPT + 1) * 1010
+    assert size <= (MAX_SEGMENTS + 1) * 1010
     assert last_lines(tmp_path / "0", 2) == ["00009998", "00009999"]
     data, _ = read_log(tmp_path / "0", 0)
     assert int(data.split(b"\n")[0]) > 0
@@ -87,7 +87,7 @@ def test_a_tail_is_the_last_lines(
     tmp_path_factory: object, lines: list[str], has_end: bool, wanted: int, segment: int
 ) -> None:
     folder = tmp_path_factory.mktemp("log") / "0"  # type: ignore[attr-defined]
-    writer = LogWriter(folder, kept_bytes=80_000)
+    writer = LogWriter(folder, max_bytes=80_000)
     text = "\n".join(lines) + ("\n" if has_end else "")
     for at in range(0, len(text), segment):
         writer.write(text[at : at + segment].encode())

@@ -77,7 +77,7 @@ def test_a_log_that_an_older_release_began_has_times_from_then_on(tmp_path: Path
 
 def test_times_go_with_their_segments(tmp_path: Path) -> None:
     parts = [(float(n), b"line %04d\n" % n) for n in range(500)]
-    written(tmp_path / "0", parts, kept_bytes=1600)
+    written(tmp_path / "0", parts, max_bytes=1600)
     kept = segments(tmp_path / "0")
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == sorted(
         f"{start:020d}.{kind}" for start in kept for kind in ("log", "times")
@@ -90,7 +90,7 @@ def test_times_go_with_their_segments(tmp_path: Path) -> None:
 
 def test_since_a_time_begins_at_the_line_that_ended_then(tmp_path: Path) -> None:
     written(
-        tmp_path / "0", [(1.0, b"one\nhal"), (2.0, b"f\nthree\n"), (3.0, b"four\n")], kept_bytes=80
+        tmp_path / "0", [(1.0, b"one\nhal"), (2.0, b"f\nthree\n"), (3.0, b"four\n")], max_bytes=80
     )
     for since, first in ((0.0, "one"), (1.5, "half"), (2.0, "half"), (2.5, "four")):
         assert read(tmp_path, offsets_since(tmp_path, None, since))[0].text == first

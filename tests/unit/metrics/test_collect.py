@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.controller.informer import Informer
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -22,7 +22,7 @@ from atoll.store.memory import MemoryStore
 
 
 def line(n: int, source: str = "a") -> bytes:
-    return batch_of(Teller(0, 1, 0, source), n, {"loss": [[1.0, n, 0.5]]}, 0)
+    return batch_of(MetricWriter(0, 1, 0, source), n, {"loss": [[1.0, n, 0.5]]}, 0)
 
 
 SPEC = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))

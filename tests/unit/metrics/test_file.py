@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.errors import Temporary
 from atoll.metrics.series import COUNT
 from atoll.metrics.store import MetricStore
 
 
 def line(n: int) -> bytes:
-    return batch_of(Teller(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0)
+    return batch_of(MetricWriter(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0)
 
 
 def total(metric_store: MetricStore, uid: str = "u") -> int:

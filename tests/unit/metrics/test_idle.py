@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.agent.machine_use import batch_of as wrapper_batch
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.metrics.idle import ReportedIdle
 from atoll.metrics.store import MetricStore, decode_batch
 
@@ -64,7 +64,7 @@ def test_the_keeper_hears_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "note",
         lambda uid, rank, **rest: heard.append((uid, rank, *rest.values())),
     )
-    figures = batch_of(Teller(1, 1, 0, "b"), 1, {"loss": [[1.0, 1, 0.5]]}, 0)
+    figures = batch_of(MetricWriter(1, 1, 0, "b"), 1, {"loss": [[1.0, 1, 0.5]]}, 0)
     metric_store.take("u", [wrapper_line(1, 12.5), figures])
     metric_store.take(
         "u", [wrapper_line(1, 99.0), wrapper_line(2, None)]

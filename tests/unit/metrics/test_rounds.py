@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.errors import ValidationError
 from atoll.core.rounds import RoundFacts
 from atoll.metrics import rounds as kept_rounds
@@ -23,7 +23,7 @@ def word(number: int, rank: int = 0, run: str = "r", **more: Any) -> dict[str, A
 
 
 def batch(n: int, *words: dict[str, Any], rank: int = 0) -> bytes:
-    return batch_of(Teller(rank, 1, 0, f"life-{rank}"), n, {}, 0, words)
+    return batch_of(MetricWriter(rank, 1, 0, f"life-{rank}"), n, {}, 0, words)
 
 
 def seen(number: int) -> RoundFacts:
@@ -60,7 +60,7 @@ def test_a_rank_tells_of_itself_alone(tmp_path: Path) -> None:
 
 
 def test_a_reader_without_rounds_reads_such_a_batch() -> None:
-    assert "rounds" not in json.loads(batch_of(Teller(0, 1, 0, "a"), 1, {}, 0))
+    assert "rounds" not in json.loads(batch_of(MetricWriter(0, 1, 0, "a"), 1, {}, 0))
 
 
 def test_the_oldest_rounds_are_dropped_and_counted_when_there_is_no_room(

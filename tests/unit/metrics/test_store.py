@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.errors import ValidationError
 from atoll.metrics import store
 from atoll.metrics.series import COUNT, MEAN
@@ -17,7 +17,7 @@ def batch(
     n: int, *, rank: int = 0, name: str = "loss", points: int = 1, source: str = "a"
 ) -> bytes:
     told = [[float(n * points + at), n * points + at, 0.5] for at in range(points)]
-    return batch_of(Teller(rank, 1, 0, source), n, {name: told}, 0)
+    return batch_of(MetricWriter(rank, 1, 0, source), n, {name: told}, 0)
 
 
 def counted(metric_store: MetricStore, uid: str = "u") -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.names import ARCHIVE_VOLUME, CODE, CODE_VOLUME, MANAGED, REPORT_DIR
-from atoll.backends.launch import CodePlace
+from atoll.backends.launch import CodeLayout
 from atoll.core.errors import Conflict, NotFound, Temporary
 from atoll.core.spec import Code
 
@@ -68,10 +68,10 @@ def render_code_mounts() -> list[Json]:
     ]
 
 
-def code_layout(code: Code | None) -> CodePlace | None:
+def code_layout(code: Code | None) -> CodeLayout | None:
     if code is None:
         return None
-    return CodePlace(f"{REPORT_DIR}/{UNPACK}", ARCHIVE_DIR, f"{CODE_DIR}/{code.digest[:12]}")
+    return CodeLayout(f"{REPORT_DIR}/{UNPACK}", ARCHIVE_DIR, f"{CODE_DIR}/{code.digest[:12]}")
 
 
 class CodeMissing(Temporary):

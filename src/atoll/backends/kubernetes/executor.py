@@ -139,7 +139,7 @@ class KubernetesBackend(Executor):
         return store_uri_of(training.spec, rank_layout(training, self.options))
 
     def metrics_uri(self, training: Training) -> str:
-        return rank_layout(training, self.options).figures
+        return rank_layout(training, self.options).metrics_uri
 
     @classmethod
     def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.agent import machine_use, metric_sinks, process, unpack
-from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.metric_sinks import METRICS
 from atoll.agent.result import IN_LOG, RESULT_VARIABLE
 from atoll.backends.kubernetes.code import (
     UNPACK,
@@ -373,7 +373,7 @@ def etcd_endpoint(training: Training, options: Options) -> str:
 
 def rank_layout(training: Training, options: Options) -> RankLayout:
     etcd = etcd_endpoint(training, options)
-    figures, token = _metrics_address(training, options)
+    metrics_uri, token = _metrics_address(training, options)
     # Without the gate's agent nobody would write the keys.
     mesh = etcd if options.has_gate(training.spec) else ""
     return RankLayout(
@@ -385,8 +385,8 @@ def rank_layout(training: Training, options: Options) -> RankLayout:
         rendezvous_uri="",
         meeting=Meeting(rank_zero(training), options.master_port, etcd=etcd, mesh=mesh),
         code=code_layout(training.spec.code),
-        figures=figures,
-        figures_token=token,
+        metrics_uri=metrics_uri,
+        report_token=token,
     )
 
 
@@ -396,7 +396,7 @@ def _metrics_address(training: Training, options: Options) -> tuple[str, str]:
     if not base:
         return "", ""
     if not base.startswith("http"):
-        return f"{base}/atoll-ranks/{training.uid}/{FIGURES}", ""
+        return f"{base}/atoll-ranks/{training.uid}/{METRICS}", ""
     token = token_for(bytes.fromhex(options.report_key), training.namespace, training.uid)
     return f"{base}/v1/trainings/{training.name}/metrics", token
 

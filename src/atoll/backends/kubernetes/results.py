@@ -171,8 +171,8 @@ async def _marked(texts: AsyncIterator[str]) -> tuple[list[str], int]:
 
 def _part(line: str, nonce: str) -> ResultPart | None:
     """None if the line is no mark of this launch."""
-    _, mark, rest = line.partition(MARK)
-    match = _MARK.fullmatch(rest.rstrip("\r\n")) if mark else None
+    _, mark, remainder = line.partition(MARK)
+    match = _MARK.fullmatch(remainder.rstrip("\r\n")) if mark else None
     if match is None or match["nonce"] != nonce:
         return None
     at, count = int(match["at"]), int(match["count"])
@@ -180,5 +180,5 @@ def _part(line: str, nonce: str) -> ResultPart | None:
         data = base64.b64decode(match["data"], validate=True)
     except binascii.Error:
         return None
-    is_whole = at < count and len(data) <= CHUNK_BYTES and count <= MAX_BYTES // CHUNK_BYTES + 1
-    return ResultPart(match["call"], match["encoding"], at, count, data) if is_whole else None
+    is_complete = at < count and len(data) <= CHUNK_BYTES and count <= MAX_BYTES // CHUNK_BYTES + 1
+    return ResultPart(match["call"], match["encoding"], at, count, data) if is_complete else None

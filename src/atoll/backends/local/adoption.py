@@ -51,7 +51,7 @@ def read_record(directory: Path) -> Training | None:
     return training
 
 
-def bury(directory: Path) -> None:
+def mark_deleted(directory: Path) -> None:
     """Marks the directory as that of a removed training. Raises Temporary."""
     if directory.is_dir():
         _write(directory / TOMBSTONE, b"")
@@ -115,7 +115,7 @@ async def catch_up(directory: Path, stored: Training, store: Store) -> None:
         log.warning("training %s/%s (%s): %s", *stored.key, stored.uid, text)
 
 
-def set_aside(directory: Path, why: str) -> str:
+def quarantine(directory: Path, why: str) -> str:
     """The sentence for what is neither adopted nor deleted."""
     return (
         f"{directory} is of a training that the store does not know, and is left alone: {why}; "
@@ -138,12 +138,12 @@ def _with_code(record: Training, directory: Path) -> Training:
     if source is None or record.status.phase.is_terminal:
         return record
     try:
-        whole = replace(source, content=(directory / "source" / source.filename).read_bytes())
+        complete = replace(source, content=(directory / "source" / source.filename).read_bytes())
     except (OSError, ValidationError) as error:
         raise Permanent(f"its code cannot be read ({error})") from error
-    if whole.by_digest() != source:
+    if complete.by_digest() != source:
         raise Permanent("its code is not that of its record")
-    return replace(record, spec=replace(record.spec, source=whole))
+    return replace(record, spec=replace(record.spec, source=complete))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILES_A_RANK = 3  # its pidfd, its output and its log, in the supervisor
-FILES_BESIDE = 64
-PROCESSES_BESIDE = 8  # the supervisor's own, and a few for everybody else
+SPARE_FILES = 64
+SPARE_PROCESSES = 8  # the supervisor's own, and a few for everybody else
 BYTES_A_RANK = 2**20
 UNLIMITED = 2**62  # and above: what kernels write for no limit
 
@@ -41,10 +41,10 @@ class Machine:
 
     def _ever(self) -> Iterator[Bound]:
         for name, limit in self._process_limits():
-            yield Bound(max(limit - PROCESSES_BESIDE, 0), f"{name} is {limit}")
+            yield Bound(max(limit - SPARE_PROCESSES, 0), f"{name} is {limit}")
         for name, limit in self._file_limits():
             each = f"{FILES_A_RANK} files a rank"
-            yield Bound(max(limit - FILES_BESIDE, 0) // FILES_A_RANK, f"{name} is {limit}, {each}")
+            yield Bound(max(limit - SPARE_FILES, 0) // FILES_A_RANK, f"{name} is {limit}, {each}")
         for name, limit, _ in self._memory():
             yield Bound(limit // BYTES_A_RANK, f"{name} is {_size(limit)}, 1 MiB a rank at least")
 
@@ -52,7 +52,7 @@ class Machine:
         running = self._tasks()
         for name, limit in self._process_limits():
             used = running if name.startswith("kernel.") else self._used(name, running)
-            left = max(limit - used - PROCESSES_BESIDE, 0)
+            left = max(limit - used - SPARE_PROCESSES, 0)
             yield Bound(left, f"{used} of {limit} processes ({name}) are in use")
         for name, limit, used in self._memory():
             left = max(limit - used, 0)

@@ -15,7 +15,7 @@ from pathlib import Path
 FILE = "cgroup"  # in the gang's directory: where the group of its newest shim is
 
 
-def place_for(directory: Path, shim: str, root: Path = Path("/")) -> str:
+def group_for(directory: Path, shim: str, root: Path = Path("/")) -> str:
     """The folder of the group that a shim would have; empty where this process may make none."""
     own = _own_group(root)
     if own is None or not os.access(own, os.W_OK | os.X_OK):

@@ -17,7 +17,7 @@ from atoll.core.errors import ValidationError
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 MAX_DEVICES = 1024
 
-Held = dict[int, list[str]]  # by rank
+Assignment = dict[int, list[str]]  # by rank
 
 
 class DeviceShare(NamedTuple):
@@ -32,7 +32,7 @@ class Devices:
 
     def __init__(self, ids: Sequence[str] = ()) -> None:
         self.ids = list(ids)
-        self._held: dict[str, Held] = {}  # by uid of the training
+        self._assigned: dict[str, Assignment] = {}  # by uid of the training
 
     def share(self, count: int, env: Mapping[str, str]) -> DeviceShare | None:
         """None: it asks for none, or no device is known here.
@@ -46,48 +46,48 @@ class Devices:
             return DeviceShare(count, self.ids or own or [])
         return DeviceShare(count, [device for device in self.ids if device in own])
 
-    def assign(self, uid: str, size: int, share: DeviceShare) -> Held | None:
+    def assign(self, uid: str, size: int, share: DeviceShare) -> Assignment | None:
         """Devices for ranks `0..size-1`, and for the higher ones that still have theirs; None if
         there are too few."""
-        held = dict(self._held.get(uid, {}))
+        assigned = dict(self._assigned.get(uid, {}))
         free = self.free(share)
         for rank in range(size):
-            if rank not in held:
+            if rank not in assigned:
                 if len(free) < share.each:
                     return None
-                held[rank], free = free[: share.each], free[share.each :]
-        self._held[uid] = held
-        return held
+                assigned[rank], free = free[: share.each], free[share.each :]
+        self._assigned[uid] = assigned
+        return assigned
 
     def keep(self, uid: str, ranks: int) -> bool:
         """Higher ranks give theirs back. Returns whether some did."""
-        held = self._held.get(uid, {})
-        gone = [rank for rank in held if rank >= ranks]
-        for rank in gone:
-            del held[rank]
-        if not held:
-            self._held.pop(uid, None)
-        return bool(gone)
+        assigned = self._assigned.get(uid, {})
+        departed = [rank for rank in assigned if rank >= ranks]
+        for rank in departed:
+            del assigned[rank]
+        if not assigned:
+            self._assigned.pop(uid, None)
+        return bool(departed)
 
-    def take_over(self, uid: str, held: Mapping[str, Sequence[str]]) -> None:
+    def take_over(self, uid: str, assigned: Mapping[str, Sequence[str]]) -> None:
         """What the document of a gang says of an earlier control plane's choice."""
-        if held:
-            self._held[uid] = {int(rank): list(devices) for rank, devices in held.items()}
+        if assigned:
+            self._assigned[uid] = {int(rank): list(devices) for rank, devices in assigned.items()}
 
-    def in_words(self, share: DeviceShare, host: str, least: int) -> str:
+    def describe(self, share: DeviceShare, host: str, least: int) -> str:
         """Why ranks wait."""
         used = len(share.of) - len(self.free(share))
-        words = f"{used} of {len(share.of)} GPUs of {host} are in use, and each rank takes"
+        message = f"{used} of {len(share.of)} GPUs of {host} are in use, and each rank takes"
         if len(share.of) < least * share.each:
-            return f"{words} {share.each}: {least} ranks need {least * share.each}"
-        return f"{words} {share.each}"
+            return f"{message} {share.each}: {least} ranks need {least * share.each}"
+        return f"{message} {share.each}"
 
     def free(self, share: DeviceShare) -> list[str]:
         """Those that no rank has."""
         used = Counter(
             device
-            for held in self._held.values()
-            for devices in held.values()
+            for assigned in self._assigned.values()
+            for devices in assigned.values()
             for device in devices
         )
         free = []
@@ -102,10 +102,10 @@ class Devices:
 def parse_ids(text: str) -> list[str]:
     """As CUDA reads the variable: what comes after a negative number does not count."""
     ids = []
-    for word in text.split(","):
-        if not word.strip() or word.strip().startswith("-"):
+    for part in text.split(","):
+        if not part.strip() or part.strip().startswith("-"):
             break
-        ids.append(word.strip())
+        ids.append(part.strip())
     return ids
 
 

@@ -23,22 +23,29 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.metric_sinks import METRICS
 from atoll.agent.records import Facts
 from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
 from atoll.backends.local import processes
 from atoll.backends.local.adoption import (
     adopt,
-    bury,
     catch_up,
     delete,
     is_buried,
-    set_aside,
+    mark_deleted,
+    quarantine,
     write_record,
 )
 from atoll.backends.local.bench import LocalBench
 from atoll.backends.local.capacity import Machine
-from atoll.backends.local.devices import Devices, DeviceShare, Held, count_visible, ids_of, present
+from atoll.backends.local.devices import (
+    Assignment,
+    Devices,
+    DeviceShare,
+    count_visible,
+    ids_of,
+    present,
+)
 from atoll.backends.local.files import GANG
 from atoll.backends.local.idle import IdleTracker
 from atoll.backends.local.journal import time_of
@@ -55,7 +62,7 @@ from atoll.backends.local.rendezvous_view import (
     withdraw,
 )
 from atoll.backends.local.reserve import Reserve
-from atoll.backends.local.shortage import waiting_words
+from atoll.backends.local.shortage import waiting_message
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.records import desired_of
 from atoll.backends.results import attempt_of, is_named, read_result
@@ -101,7 +108,7 @@ def render_gang(
     rendezvous: dict[str, Any],
     base: dict[str, str],
     started_together: str | None = None,
-    devices: Held | None = None,
+    devices: Assignment | None = None,
     machine_devices: int = 0,
 ) -> dict[str, Any]:
     """The document a shim works from. `started_together`: as first told; None: this wish is it.
@@ -154,7 +161,7 @@ def rank_layout(directory: Path, shared_devices: int | None = None) -> RankLayou
         meeting=None,
         is_one_host=True,
         shared_devices=shared_devices,
-        figures=(directory / FIGURES).as_uri(),
+        metrics_uri=(directory / METRICS).as_uri(),
     )
 
 
@@ -183,7 +190,7 @@ class LocalBackend(Executor):
         self._log_bytes = log_bytes
         self._host = socket.gethostname()
         self._gangs: dict[str, SupervisorClient] = {}
-        self._held: dict[str, int] = {}  # ranks admitted, by training
+        self._assigned: dict[str, int] = {}  # ranks admitted, by training
         self._queue = StartQueue()
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
@@ -243,14 +250,14 @@ class LocalBackend(Executor):
                     await adopt(directory, store)
                 elif (known := stored.get(directory.name)) and not known.status.phase.is_terminal:
                     await catch_up(directory, known, store)
-                if gang.is_asked():
-                    self._held[directory.name] = _holds(gang)
+                if gang.is_requested():
+                    self._assigned[directory.name] = _holds(gang)
                     self._devices.take_over(directory.name, gang.gang().get("devices", {}))
                     self._devices.keep(directory.name, _holds(gang))
             except Temporary as error:  # it is tried again at the next start
                 log.warning("%s: %s", directory, error)
             except (AtollError, ValueError) as error:
-                self._quarantined.append(set_aside(directory, str(error)))
+                self._quarantined.append(quarantine(directory, str(error)))
                 log.warning("%s", self._quarantined[-1])
         for training in stored.values():  # all of them before the first may start
             if training.executor == self.name:
@@ -284,29 +291,29 @@ class LocalBackend(Executor):
     async def apply(self, training: Training, desired: DesiredState) -> None:
         gang = self._gang(training)
         async with gang.turn:
-            if desired.size == 0 and not gang.is_asked():
+            if desired.size == 0 and not gang.is_requested():
                 return
             if training.status.has_run:
-                if (words := gang.damage()) and gang.restore():
-                    raise _being_restored(words)
+                if (detail := gang.damage()) and gang.restore():
+                    raise _being_restored(detail)
                 if not gang.facts.version:
                     raise Permanent(f"all record of the ranks in {gang.directory} is gone")
-            held = self._held.get(training.uid, 0)
-            if self._slots is not None and desired.size > held + self._free_slots():
+            assigned = self._assigned.get(training.uid, 0)
+            if self._slots is not None and desired.size > assigned + self._free_slots():
                 raise Temporary("another training took the slots", retry_after_s=0.1)
             share = self._share(training)
             devices = share and self._devices.assign(training.uid, desired.size, share)
             if share is not None and devices is None:
                 raise Temporary("another training took the GPUs", retry_after_s=0.1)
-            self._held[training.uid] = max(desired.size, _holds(gang))
+            self._assigned[training.uid] = max(desired.size, _holds(gang))
             is_new = desired.version > gang.gang().get("version", 0)
             if is_new:
                 write_record(gang.directory, training, self._reserve if desired.size == 0 else None)
-            self._place_source(training, gang.directory)
+            self._write_source(training, gang.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             if self._state_dir is not None:
                 base["ATOLL_STATE_DIR"] = str(self._state_dir)
-            before = gang.gang() if gang.is_asked() else {}
+            before = gang.gang() if gang.is_requested() else {}
             document = render_gang(
                 training,
                 desired,
@@ -329,18 +336,18 @@ class LocalBackend(Executor):
         try:
             return self._observed(training, self._gang(training))
         except OSError as error:  # of files, most likely
-            raise Temporary(waiting_words("look at the ranks", error.strerror)) from error
+            raise Temporary(waiting_message("look at the ranks", error.strerror)) from error
 
     def _observed(self, training: Training, gang: SupervisorClient) -> Observation:
         is_over, is_led = training.status.phase.is_terminal, False
-        if training.status.has_run and (words := self._lost(training, gang)):
+        if training.status.has_run and (detail := self._lost(training, gang)):
             is_led = gang.restore()
             # What is to end need not be restored for that.
             if is_led and not training.is_cancelling and not is_over:
-                raise _being_restored(words)
-        is_asked = gang.is_asked()
-        is_supervised = (is_asked and gang.is_supervised()) or (is_led and is_over)
-        if is_asked:
+                raise _being_restored(detail)
+        is_requested = gang.is_requested()
+        is_supervised = (is_requested and gang.is_supervised()) or (is_led and is_over)
+        if is_requested:
             self._give_back(training.uid, _holds(gang))
         if self._enter_queue(training):
             self._wake_next()
@@ -352,18 +359,18 @@ class LocalBackend(Executor):
             again_in_s=again_in_s,
             is_supervised=is_supervised,
         )
-        if not is_asked:
+        if not is_requested:
             return observation
         facts = gang.facts
-        quiet = self._quiet_s(training, gang)
+        silent = self._silent_s(training, gang)
         error = read_rendezvous(gang.directory).get("error")
         return replace(
             observation,
             ranks=[
-                replace(rank, idle_s=quiet[rank.rank]) if rank.rank in quiet else rank
+                replace(rank, idle_s=silent[rank.rank]) if rank.rank in silent else rank
                 for rank in gang.memory.observe(training, facts, self._host)
             ],
-            followups=_stalled(training, facts, quiet),
+            followups=_stalled(training, facts, silent),
             again_in_s=sooner(again_in_s, _next_idle_check_s(training)),
             desired=desired_of(facts),
             message=gang.shortage or str(error or message),
@@ -376,11 +383,11 @@ class LocalBackend(Executor):
         """What is amiss with the files of a gang that has run. Those of one that was released are
         gone for good, and its directory is there."""
         is_over = training.status.phase.is_terminal
-        if is_over and not gang.is_asked() and gang.directory.is_dir():
+        if is_over and not gang.is_requested() and gang.directory.is_dir():
             return ""
         return gang.damage()
 
-    def _quiet_s(self, training: Training, gang: SupervisorClient) -> dict[int, float]:
+    def _silent_s(self, training: Training, gang: SupervisorClient) -> dict[int, float]:
         """For how long each rank has not moved, if that is asked for."""
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
@@ -405,23 +412,23 @@ class LocalBackend(Executor):
         await self._bench.stop(training.uid)
         async with gang.turn:
             rendezvous = gang.gang().get("rendezvous", {})
-            if gang.is_asked() and not is_buried(gang.directory):
+            if gang.is_requested() and not is_buried(gang.directory):
                 write_record(gang.directory, training, self._reserve)
             status = training.status
             await gang.clear(has_run=status.desired is not None and not status.is_released)
         self._gangs.pop(training.uid, None)
-        self._held.pop(training.uid, None)
+        self._assigned.pop(training.uid, None)
         self._devices.keep(training.uid, 0)
         self._queue.remove(training.uid)
         self._idle.forget(training.uid)
         self._wake_next()
-        if not self._held:  # others on this host wait for the same keys
+        if not self._assigned:  # others on this host wait for the same keys
             with contextlib.suppress(BackendError):  # an etcd that is down must not delay this
                 await withdraw(rendezvous)
 
     async def purge(self, training: Training) -> None:
         directory = self._root / training.uid
-        bury(directory)
+        mark_deleted(directory)
         await self.release(training)
         await asyncio.to_thread(delete, directory)
 
@@ -475,17 +482,19 @@ class LocalBackend(Executor):
         return store_uri_of(training.spec, rank_layout(self._root / training.uid))
 
     def metrics_uri(self, training: Training) -> str:
-        return rank_layout(self._root / training.uid).figures
+        return rank_layout(self._root / training.uid).metrics_uri
 
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
         living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.running()]
         # The thread is given values: journals and their readers belong to the event loop.
-        figures = await asyncio.to_thread(self._meter.measure, [attempt for _, attempt in living])
+        metrics_uri = await asyncio.to_thread(
+            self._meter.measure, [attempt for _, attempt in living]
+        )
         use: dict[str, list[RankUsage]] = {}
         for uid, attempt in living:
-            if attempt.pid in figures:
-                own = RankUsage(attempt.rank, attempt.attempt, figures[attempt.pid])
+            if attempt.pid in metrics_uri:
+                own = RankUsage(attempt.rank, attempt.attempt, metrics_uri[attempt.pid])
                 use.setdefault(uid, []).append(own)
         return use
 
@@ -502,43 +511,43 @@ class LocalBackend(Executor):
 
     def _free_slots(self) -> int:
         assert self._slots is not None
-        return max(self._slots - sum(self._held.values()), 0)
+        return max(self._slots - sum(self._assigned.values()), 0)
 
     def _give_back(self, uid: str, needed: int) -> None:
         """Frees the slots beyond `needed`, which counts ranks that are still being stopped."""
         has_devices = self._devices.keep(uid, needed)
-        if needed < self._held.get(uid, 0) or has_devices:
-            self._held[uid] = needed
+        if needed < self._assigned.get(uid, 0) or has_devices:
+            self._assigned[uid] = needed
             self._wake_next()
 
     def _capacity_for(self, training: Training) -> tuple[int | None, str, float | None]:
         """How many ranks it may hold, what bounds them, and when to look again if nobody tells."""
         uid, target = training.uid, training.spec.world_size.target
-        held, capacity, message = self._held.get(uid, 0), target, ""
+        assigned, capacity, message = self._assigned.get(uid, 0), target, ""
         is_limited = self._slots is not None or self._share(training) is not None
-        if is_limited and held < target:
-            capacity, message = self._turn_of(training, held)
-        if held < min(target, capacity):
+        if is_limited and assigned < target:
+            capacity, message = self._turn_of(training, assigned)
+        if assigned < min(target, capacity):
             left, why = self._machine.free()
-            if held + left < min(target, capacity):
-                return held + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
-        return (max(capacity, held) if is_limited else None), message, None
+            if assigned + left < min(target, capacity):
+                return assigned + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
+        return (max(capacity, assigned) if is_limited else None), message, None
 
-    def _turn_of(self, training: Training, held: int) -> tuple[int, str]:
+    def _turn_of(self, training: Training, assigned: int) -> tuple[int, str]:
         """How many ranks it may hold by now, and what it waits for if that is too few."""
         uid, world, share = training.uid, training.spec.world_size, self._share(training)
         free, message = sys.maxsize, ""
         if self._slots is not None:
             free = self._free_slots()
-            used = sum(self._held.values())
+            used = sum(self._assigned.values())
             message = f"{used} of {self._slots} slots of {self._host} are in use"
         if share is not None and (fit := len(self._devices.free(share)) // share.each) < free:
-            free, message = fit, self._devices.in_words(share, self._host, world.min)
+            free, message = fit, self._devices.describe(share, self._host, world.min)
         if uid not in self._queue or self._queue.is_first(uid):
-            return held + free, message
+            return assigned + free, message
         more = self._queue.ranks_for(uid, self._free())
         # In the same words until its turn comes: what changes would be written again each time.
-        return held + more, f"older trainings come first on {self._host}"
+        return assigned + more, f"older trainings come first on {self._host}"
 
     def _share(self, training: Training) -> DeviceShare | None:
         spec = training.spec
@@ -548,14 +557,14 @@ class LocalBackend(Executor):
         """It waits for the ranks it lacks, if it can have them. Returns whether others may have
         more by that."""
         uid, world, status = training.uid, training.spec.world_size, training.status
-        held, share = self._held.get(uid, 0), self._share(training)
+        assigned, share = self._assigned.get(uid, 0), self._share(training)
         is_over = status.phase.is_terminal or bool(status.failing) or training.is_cancelling
         is_limited = self._slots is not None or share is not None
-        if is_over or not is_limited or held >= world.target or not self._can_ever(training):
+        if is_over or not is_limited or assigned >= world.target or not self._can_ever(training):
             return self._queue.remove(uid)
-        needed = max(world.min - held, 1)
+        needed = max(world.min - assigned, 1)
         waiting = Waiting(
-            training.created_at, uid, training.key, world.target - held, needed, share
+            training.created_at, uid, training.key, world.target - assigned, needed, share
         )
         return self._queue.put(waiting)
 
@@ -575,7 +584,7 @@ class LocalBackend(Executor):
         for turn in self._queue.turns(self._free()):
             self._changed.put_nowait(turn.waiting.key)
 
-    def _place_source(self, training: Training, directory: Path) -> None:
+    def _write_source(self, training: Training, directory: Path) -> None:
         source = training.spec.source
         if source is None:
             return
@@ -617,8 +626,8 @@ def _next_idle_check_s(training: Training) -> float | None:
     return None if stall_s is None else check_again_s(stall_s)
 
 
-def _being_restored(words: str) -> Temporary:
-    return Temporary(f"{words}; its supervisor writes it again", retry_after_s=RESTORED_S)
+def _being_restored(detail: str) -> Temporary:
+    return Temporary(f"{detail}; its supervisor writes it again", retry_after_s=RESTORED_S)
 
 
 def _holds(gang: SupervisorClient) -> int:

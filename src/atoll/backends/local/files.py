@@ -29,8 +29,8 @@ def read_gang(directory: Path) -> dict[str, Any]:
         gang = json.loads((directory / GANG).read_bytes())
     except (OSError, ValueError):
         return {}
-    is_whole = isinstance(gang, dict) and gang.get("uid") == directory.name
-    return gang if is_whole and isinstance(gang.get("version"), int) else {}
+    is_complete = isinstance(gang, dict) and gang.get("uid") == directory.name
+    return gang if is_complete and isinstance(gang.get("version"), int) else {}
 
 
 def write_gang(directory: Path, gang: dict[str, Any]) -> None:

@@ -14,13 +14,13 @@ from atoll.agent.records import AttemptFacts
 from atoll.backends.local.machine_use import cpu_seconds
 from atoll.logs.segments import log_end
 
-Life = tuple[str, int, int]  # uid of the training, rank, attempt
+AttemptKey = tuple[str, int, int]  # uid of the training, rank, attempt
 
 
-class _Look(NamedTuple):
+class _Sample(NamedTuple):
     at: float  # monotonic
     cpu_s: float | None
-    said: tuple[object, ...]  # how far its log and its reports are
+    progress: tuple[object, ...]  # how far its log and its reports are
     moved_at: float  # monotonic
 
 
@@ -28,7 +28,7 @@ class IdleTracker:
     """Looks at ranks again and again. What it has not looked at before has just moved."""
 
     def __init__(self) -> None:
-        self._looks: dict[Life, _Look] = {}
+        self._samples: dict[AttemptKey, _Sample] = {}
 
     def idle_s(
         self, uid: str, directory: Path, attempts: Iterable[AttemptFacts], now: float
@@ -37,25 +37,27 @@ class IdleTracker:
         living = [attempt for attempt in attempts if attempt.exit is None]
         used = cpu_seconds(living)
         reports = _reports(directory / "figures")
-        looks: dict[Life, _Look] = {}
+        samples: dict[AttemptKey, _Sample] = {}
         for attempt in living:
-            life = (uid, attempt.rank, attempt.attempt)
+            key = (uid, attempt.rank, attempt.attempt)
             log = log_end(directory / "logs" / str(attempt.rank))
-            said = (log, *sorted(reports.get((attempt.rank, attempt.attempt), ())))
-            cpu_s, before = used.get(attempt.pid), self._looks.get(life)
+            progress = (log, *sorted(reports.get((attempt.rank, attempt.attempt), ())))
+            cpu_s, before = used.get(attempt.pid), self._samples.get(key)
             moved_at = (
-                before.moved_at if before and not _has_moved(before, said, cpu_s, now) else now
+                before.moved_at if before and not _has_moved(before, progress, cpu_s, now) else now
             )
-            looks[life] = _Look(now, cpu_s, said, moved_at)
-        self._looks = {life: one for life, one in self._looks.items() if life[0] != uid} | looks
-        return {life[1]: now - one.moved_at for life, one in looks.items()}
+            samples[key] = _Sample(now, cpu_s, progress, moved_at)
+        self._samples = {key: one for key, one in self._samples.items() if key[0] != uid} | samples
+        return {key[1]: now - one.moved_at for key, one in samples.items()}
 
     def forget(self, uid: str) -> None:
-        self._looks = {life: one for life, one in self._looks.items() if life[0] != uid}
+        self._samples = {key: one for key, one in self._samples.items() if key[0] != uid}
 
 
-def _has_moved(before: _Look, said: tuple[object, ...], cpu_s: float | None, now: float) -> bool:
-    if said != before.said or cpu_s is None or before.cpu_s is None:
+def _has_moved(
+    before: _Sample, progress: tuple[object, ...], cpu_s: float | None, now: float
+) -> bool:
+    if progress != before.progress or cpu_s is None or before.cpu_s is None:
         return True
     return cpu_s - before.cpu_s > idle_s(now - before.at)
 
@@ -69,9 +71,9 @@ def _reports(folder: Path) -> dict[tuple[int, int], set[tuple[str, str, int]]]:
             if number > newest.get(owner, ("", 0))[0]:
                 with contextlib.suppress(FileNotFoundError):
                     newest[owner] = (number, entry.stat().st_size)
-    found: dict[tuple[int, int], set[tuple[str, str, int]]] = {}
+    match: dict[tuple[int, int], set[tuple[str, str, int]]] = {}
     for owner, (number, size) in newest.items():
         rank, attempt, *_ = owner.split(".")
         if rank.isdigit() and attempt.isdigit():
-            found.setdefault((int(rank), int(attempt)), set()).add((owner, number, size))
-    return found
+            match.setdefault((int(rank), int(attempt)), set()).add((owner, number, size))
+    return match

@@ -87,14 +87,14 @@ def read_batches(data: bytes, after: int) -> Iterator[tuple[int, list[Record]]]:
 
 def is_salvageable(path: Path) -> bool:
     """Whether a journal is broken, and begins with something that is not."""
-    found = 0
+    match = 0
     try:
         for _ in read_batches(path.read_bytes(), 0):
-            found += 1
+            match += 1
     except OSError:
         return False
     except ValueError:
-        return found > 0
+        return match > 0
     return False
 
 
@@ -142,8 +142,8 @@ class JournalReader:
         """Raises ValueError if the cursor does not fit the file, or a line is broken."""
         try:
             with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if cursor.inode not in (0, found.st_ino) or found.st_size < cursor.offset:
+                match = os.fstat(file.fileno())
+                if cursor.inode not in (0, match.st_ino) or match.st_size < cursor.offset:
                     raise ValueError("it is another file")
                 file.seek(cursor.offset)
                 data = file.read()
@@ -153,11 +153,11 @@ class JournalReader:
             return cursor, []
         except IsADirectoryError:
             raise ValueError("it is a directory") from None
-        offset, batch, found_records = cursor.offset, cursor.batch, []
+        offset, batch, read_records = cursor.offset, cursor.batch, []
         for size, records in read_batches(data, batch):
-            found_records += records
+            read_records += records
             offset, batch = offset + size, batch + 1
-        return Cursor(found.st_ino, offset, batch), found_records
+        return Cursor(match.st_ino, offset, batch), read_records
 
 
 class JournalWriter:
@@ -242,7 +242,7 @@ class JournalWriter:
         records = [record for record in records if not self.facts.has(record)]
         if not records:
             return
-        if not self._is_in_place():
+        if not self._is_current():
             # Where even the place for it is gone, it goes on in the file that has no name.
             with contextlib.suppress(OSError):
                 self._write_anew()
@@ -264,19 +264,19 @@ class JournalWriter:
     def restore(self) -> bool:
         """Writes the journal again if it is not as it was written. Returns whether it was not."""
         try:
-            if self._is_in_place() and self._path.read_bytes() == self._data:
+            if self._is_current() and self._path.read_bytes() == self._data:
                 return False
         except OSError:
             pass
         self._write_anew()
         return True
 
-    def _is_in_place(self) -> bool:
+    def _is_current(self) -> bool:
         try:
-            found, own = os.stat(self._path), os.fstat(self._file)
+            match, own = os.stat(self._path), os.fstat(self._file)
         except OSError:
             return False
-        return os.path.samestat(found, own) and found.st_size == len(self._data)
+        return os.path.samestat(match, own) and match.st_size == len(self._data)
 
     def _write_anew(self) -> None:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)

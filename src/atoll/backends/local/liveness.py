@@ -25,7 +25,7 @@ LATE_S = 2.0  # a tick this long after the last one does not count: the listener
 HUNG = 30  # ticks without a sign of life, beyond which a process that does not run is given up
 
 
-class Life(NamedTuple):
+class ProcessState(NamedTuple):
     """One process of a pair at one moment."""
 
     pid: int
@@ -36,14 +36,14 @@ class Life(NamedTuple):
 
 
 class Pair(NamedTuple):
-    keeper: Life | None
-    supervisor: Life | None
+    watchdog: ProcessState | None
+    supervisor: ProcessState | None
 
     @property
     def is_stopped(self) -> bool:
         """Whether nobody of it can act. A keeper that runs deals with a stopped supervisor."""
-        lives = [life for life in self if life is not None]
-        return bool(lives) and all(life.is_stopped for life in lives)
+        processes_alive = [process for process in self if process is not None]
+        return bool(processes_alive) and all(process.is_stopped for process in processes_alive)
 
 
 class HeartbeatMonitor:
@@ -52,24 +52,24 @@ class HeartbeatMonitor:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ticked_at = clock()
-        self._is_heard = True
+        self._is_connected = True
         self._has_beaten = False  # supervisors of release 0.1 never do
         self._misses = self._stopped = self._hung = 0
         self._progress: tuple[str, ...] = ()
         self._is_roused = False
 
-    def hear(self, data: bytes) -> None:
-        self._is_heard = True
+    def receive(self, data: bytes) -> None:
+        self._is_connected = True
         self._has_beaten = self._has_beaten or HEARTBEAT in data
 
     def tick(self) -> bool:
         """Return whether a heartbeat is missing, so that it is time to look at the pair."""
         now, before = self._clock(), self._ticked_at
         self._ticked_at = now
-        if self._is_heard or now - before >= LATE_S:
+        if self._is_connected or now - before >= LATE_S:
             self._misses = self._stopped = self._hung = 0
-            self._is_roused = self._is_roused and not self._is_heard
-            self._is_heard = False
+            self._is_roused = self._is_roused and not self._is_connected
+            self._is_connected = False
         else:
             self._misses += 1
         return self._misses > 0
@@ -77,12 +77,12 @@ class HeartbeatMonitor:
     def judge(self, pair: Pair) -> int | None:
         """The signal that both need: to go on if they are stopped, to end if that was no help."""
         self._stopped = self._stopped + 1 if pair.is_stopped else 0
-        life = pair.supervisor
-        if life is None or not life.is_waiting or life.progress != self._progress:
+        process = pair.supervisor
+        if process is None or not process.is_waiting or process.progress != self._progress:
             self._hung = 0
-        elif self._has_beaten and not life.is_stopped:
+        elif self._has_beaten and not process.is_stopped:
             self._hung += 1
-        self._progress = () if life is None else life.progress
+        self._progress = () if process is None else process.progress
         self._is_roused = self._is_roused and pair.is_stopped
         if self._hung >= HUNG or (self._stopped >= MISSES and self._is_roused):
             return signal.SIGKILL
@@ -94,18 +94,21 @@ class HeartbeatMonitor:
 
 def pair_of(directory: Path) -> Pair:
     """The processes in charge of a gang: by its mark, or by their command lines if that is lost."""
-    keeper = _marked(directory)
-    if keeper is not None:
-        words = processes.command_line(keeper.pid)
-        same = [p for p in processes.children(keeper.pid) if processes.command_line(p) == words]
-        return Pair(keeper, _life(same[0]) if same else None)
+    watchdog = _marked(directory)
+    if watchdog is not None:
+        arguments = processes.command_line(watchdog.pid)
+        same = [
+            p for p in processes.children(watchdog.pid) if processes.command_line(p) == arguments
+        ]
+        return Pair(watchdog, _process_state(same[0]) if same else None)
     shims = shims_of(directory)
     catching = [pid for pid in shims if processes.catches(pid, RESTORE)]
     # A child that waits to become a rank is like the supervisor that has forked it.
     supervisors = [pid for pid in catching if processes.parent(pid) not in catching]
-    keepers = [pid for pid in shims if pid not in catching and processes.parent(pid) not in shims]
+    watchdogs = [pid for pid in shims if pid not in catching and processes.parent(pid) not in shims]
     return Pair(
-        _life(keepers[0]) if keepers else None, _life(supervisors[0]) if supervisors else None
+        _process_state(watchdogs[0]) if watchdogs else None,
+        _process_state(supervisors[0]) if supervisors else None,
     )
 
 
@@ -114,20 +117,20 @@ def shims_of(directory: Path) -> list[int]:
     return [pid for pid in processes.all_pids() if _is_shim(pid, os.fsencode(directory))]
 
 
-def ask_to_restore(supervisor: Life) -> None:
+def ask_to_restore(supervisor: ProcessState) -> None:
     """One that has only just begun would die of the signal, and its files are new."""
     if processes.catches(supervisor.pid, RESTORE):
         send(supervisor, RESTORE)
 
 
-def send(life: Life, number: int) -> None:
+def send(process: ProcessState, number: int) -> None:
     """Signals that very process, never another one that has its pid by now."""
     try:
-        fd = os.pidfd_open(life.pid)
+        fd = os.pidfd_open(process.pid)
     except OSError:
         return
     try:
-        if processes.start_ticks(life.pid) == life.start_ticks:
+        if processes.start_ticks(process.pid) == process.start_ticks:
             signal.pidfd_send_signal(fd, number)
     except OSError:
         return
@@ -135,28 +138,28 @@ def send(life: Life, number: int) -> None:
         os.close(fd)
 
 
-def _marked(directory: Path) -> Life | None:
+def _marked(directory: Path) -> ProcessState | None:
     """The keeper that the gang's mark names, if it lives."""
     try:
         pid, start_ticks = map(int, (directory / "keeper").read_text().split())
     except (OSError, ValueError):
         return None
-    life = _life(pid)
-    return life if life is not None and life.start_ticks == start_ticks else None
+    process = _process_state(pid)
+    return process if process is not None and process.start_ticks == start_ticks else None
 
 
 def _is_shim(pid: int, directory: bytes) -> bool:
-    words = processes.command_line(pid)
+    arguments = processes.command_line(pid)
     if processes.owner(pid) != os.geteuid():  # anybody can choose such words
         return False
-    return words[1:4] == [b"-S", b"-E", b"-c"] and directory in words[5:]
+    return arguments[1:4] == [b"-S", b"-E", b"-c"] and directory in arguments[5:]
 
 
-def _life(pid: int) -> Life | None:
+def _process_state(pid: int) -> ProcessState | None:
     fields = processes.stat_fields(pid)
     if not fields or fields[0] in "ZX":
         return None
-    return Life(
+    return ProcessState(
         pid=pid,
         start_ticks=int(fields[19]),
         is_stopped=fields[0] in "Tt",

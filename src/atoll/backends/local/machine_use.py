@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from atoll.agent.machine_use import SESSION, NvmlGpus, cpu_seconds_of, figures_of
+from atoll.agent.machine_use import SESSION, NvmlGpus, cpu_seconds_of, metrics_of
 from atoll.agent.records import AttemptFacts
 from atoll.backends.local import processes
 
@@ -27,7 +27,7 @@ class UseMeter:
         sessions, attempts = _sessions(), list(attempts)
         is_alone = len(attempts) == 1
         now = time.monotonic()
-        seen: dict[tuple[int, int], tuple[float, float]] = {}
+        known: dict[tuple[int, int], tuple[float, float]] = {}
         figures = {}
         for attempt in attempts:
             pids = sessions.get(attempt.pid)
@@ -37,19 +37,19 @@ class UseMeter:
                 or processes.start_ticks(attempt.pid) != attempt.start_ticks
             ):
                 continue
-            own = figures_of(pids)
+            own = metrics_of(pids)
             who = (attempt.pid, attempt.start_ticks)
             used_s = own.pop("cpu_s")
-            seen[who] = (now, used_s)
+            known[who] = (now, used_s)
             if who in self._before:
                 then, before_s = self._before[who]
                 if now > then:
                     own["cpu"] = max(0.0, used_s - before_s) / (now - then)
-            own |= self._gpus.figures(_visible(attempt.pid), is_alone=is_alone)
+            own |= self._gpus.metrics(_visible(attempt.pid), is_alone=is_alone)
             figures[attempt.pid] = own
         # Made anew: a measuring that was cancelled may still go on in its thread.
-        kept = {who: look for who, look in self._before.items() if now - look[0] < 60.0}
-        self._before = kept | seen
+        retained = {who: sample for who, sample in self._before.items() if now - sample[0] < 60.0}
+        self._before = retained | known
         return figures
 
 

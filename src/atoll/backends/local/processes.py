@@ -30,10 +30,10 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
-def is_running(pid: int, born_at: int) -> bool:
+def is_running(pid: int, start_ticks_of: int) -> bool:
     """Whether that very process exists and is not a zombie."""
     fields = stat_fields(pid)
-    return bool(fields) and int(fields[19]) == born_at and fields[0] not in ("Z", "X")
+    return bool(fields) and int(fields[19]) == start_ticks_of and fields[0] not in ("Z", "X")
 
 
 def stat_fields(pid: int) -> list[str]:

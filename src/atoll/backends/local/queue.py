@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
     share: DeviceShare | None = None
 
     @property
-    def place(self) -> tuple[float, str]:
+    def position(self) -> tuple[float, str]:
         return self.created_at, self.uid
 
 
@@ -59,7 +59,7 @@ class StartQueue:
         """It keeps its place by age. Returns whether it wants less than before."""
         before = self._waiting.get(waiting.uid)
         if before is None:
-            bisect.insort(self._in_order, waiting.place)
+            bisect.insort(self._in_order, waiting.position)
         self._waiting[waiting.uid] = waiting
         return before is not None and waiting.wanted < before.wanted
 
@@ -68,7 +68,7 @@ class StartQueue:
         waiting = self._waiting.pop(uid, None)
         if waiting is None:
             return False
-        del self._in_order[bisect.bisect_left(self._in_order, waiting.place)]
+        del self._in_order[bisect.bisect_left(self._in_order, waiting.position)]
         return True
 
     def turns(self, free: Capacity) -> Iterator[Turn]:
@@ -76,7 +76,7 @@ class StartQueue:
 
         It ends where nothing is left, however many wait behind.
         """
-        slots, kept = free.slots, Counter[str]()
+        slots, retained = free.slots, Counter[str]()
         for number, (_, uid) in enumerate(self._in_order):
             waiting = self._waiting[uid]
             share, ranks = waiting.share, waiting.wanted
@@ -84,7 +84,7 @@ class StartQueue:
             if slots is not None:
                 ranks = min(ranks, slots)
             if share is not None:
-                usable = _without(free.devices(share), kept)
+                usable = _without(free.devices(share), retained)
                 ranks = min(ranks, len(usable) // share.each)
             if ranks:
                 yield Turn(waiting, ranks)
@@ -93,7 +93,7 @@ class StartQueue:
             elif ranks < waiting.needed:
                 continue
             if share is not None:
-                kept.update(usable[: ranks * share.each])
+                retained.update(usable[: ranks * share.each])
             if slots is not None:
                 slots -= ranks
                 if slots <= 0:
@@ -104,12 +104,12 @@ class StartQueue:
         return next((turn.ranks for turn in self.turns(free) if turn.waiting.uid == uid), 0)
 
 
-def _without(devices: list[str], kept: Counter[str]) -> list[str]:
+def _without(devices: list[str], retained: Counter[str]) -> list[str]:
     """A device that is listed twice may be kept once."""
-    left, kept = [], kept.copy()
+    left, retained = [], retained.copy()
     for device in devices:
-        if kept[device]:
-            kept[device] -= 1
+        if retained[device]:
+            retained[device] -= 1
         else:
             left.append(device)
     return left

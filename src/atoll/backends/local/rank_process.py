@@ -36,9 +36,9 @@ class Process:
         self.attempt = attempt
         self.pidfd = os.pidfd_open(attempt.pid)
         self.output = output
-        self.log = LogWriter(logs / str(attempt.rank), kept_bytes=log_bytes, clock=clock)
+        self.log = LogWriter(logs / str(attempt.rank), max_bytes=log_bytes, clock=clock)
         self.is_stopping = False
-        self.stop_asked_at = 0.0  # wall, as ranks date their failures
+        self.stop_requested_at = 0.0  # wall, as ranks date their failures
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
         self.is_frozen = False

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"
 HEAL_EVERY_S = 1.0
-LOOK_EVERY_S = 5.0  # at keys that others may have deleted
+CHECK_EVERY_S = 5.0  # at keys that others may have deleted
 
 
 class Rendezvous:
@@ -35,7 +35,7 @@ class Rendezvous:
         self._leases: list[PortLease] = []  # for MASTER_PORT, etcd's clients, etcd's peers
         self._etcd: EtcdServer | None = None
         self._endpoint: str = wanted.get("endpoint", "")  # of a configured etcd
-        self._again_at = self._look_at = 0.0
+        self._again_at = self._check = 0.0
         self._foreign_writes = 0
 
     def open(self) -> dict[str, str]:
@@ -71,19 +71,19 @@ class Rendezvous:
         return left
 
     def _keep_keys(self) -> float:
-        left = self._look_at - time.monotonic()
+        left = self._check - time.monotonic()
         if left > 0:
             return left
-        self._look_at = time.monotonic() + LOOK_EVERY_S
+        self._check = time.monotonic() + CHECK_EVERY_S
         with contextlib.suppress(OSError):
-            place = split_endpoint(self._endpoint)
-            assert place is not None
+            address = split_endpoint(self._endpoint)
+            assert address is not None
             for key in self._wanted["keys"]:
-                if http_status(place, key_path(key), 2.0)[0] == 404:
+                if http_status(address, key_path(key), 2.0)[0] == 404:
                     self._put(self._endpoint, key)
                     self._foreign_writes += 1
                     self._note()
-        return LOOK_EVERY_S
+        return CHECK_EVERY_S
 
     @property
     def _is_etcd_up(self) -> bool:
@@ -117,9 +117,9 @@ class Rendezvous:
             self._leases.append(lease_port(ADDRESS, before[len(self._leases)]))
 
     def _put(self, endpoint: str, key: str) -> None:
-        place = split_endpoint(endpoint)
-        assert place is not None
-        code, why = http_status(place, key_path(key), 2.0, "PUT", "value=1")
+        address = split_endpoint(endpoint)
+        assert address is not None
+        code, why = http_status(address, key_path(key), 2.0, "PUT", "value=1")
         if code not in (200, 201):
             raise OSError(f"etcd did not accept {key}: {why}")
 

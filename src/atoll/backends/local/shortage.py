@@ -26,10 +26,10 @@ def is_shortage(error: OSError) -> bool:
     return error.errno in ERRNOS
 
 
-def tells_of_shortage(words: str) -> bool:
+def mentions_shortage(message: str) -> bool:
     """Whether the last words of a program say that it ended for a shortage."""
-    return any(mark in words for mark in MARKS)
+    return any(mark in message for mark in MARKS)
 
 
-def waiting_words(what: str, why: str | None) -> str:
+def waiting_message(what: str, why: str | None) -> str:
     return f"waiting for the machine: cannot {what}: {why or 'no reason given'}; trying again"

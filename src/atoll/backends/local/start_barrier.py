@@ -14,31 +14,31 @@ class StartBarrier:
 
     def __init__(self) -> None:
         self.go_out, self._go_in = os.pipe2(os.O_CLOEXEC)
-        self.held: dict[tuple[int, int], Process] = {}
+        self.waiting: dict[tuple[int, int], Process] = {}
 
     @property
     def files(self) -> tuple[int, int]:
         return self.go_out, self._go_in
 
     def hold(self, process: Process) -> None:
-        self.held[process.attempt.rank, process.attempt.attempt] = process
+        self.waiting[process.attempt.rank, process.attempt.attempt] = process
 
     def of(self, pid: int) -> Process | None:
-        return next((p for p in self.held.values() if p.attempt.pid == pid), None)
+        return next((p for p in self.waiting.values() if p.attempt.pid == pid), None)
 
     def release(self) -> None:
         """Lets them run."""
-        os.write(self._go_in, GO * len(self.held))
+        os.write(self._go_in, GO * len(self.waiting))
         self._close()
 
     def disband(self) -> None:
         """Ends them: none has run. They are left to be reaped."""
-        for process in self.held.values():
+        for process in self.waiting.values():
             processes.kill(process.attempt.pid, signal.SIGKILL)
             os.close(process.pidfd)
             os.close(process.output)
             process.log.close()
-        self.held.clear()
+        self.waiting.clear()
         self._close()
 
     def _close(self) -> None:

@@ -21,19 +21,19 @@ def home() -> Path | None:
         return None
 
 
-def state_dir(given: Path | None = None) -> Path:
+def state_dir(override: Path | None = None) -> Path:
     """The directory that is given, else ATOLL_STATE_DIR, else the user's own of the platform.
 
     Raises Permanent if there is none, or others could give commands through it.
     """
-    where = (given or _usual()).absolute()
+    where = (override or _usual()).absolute()
     check_directory(where)
     return where
 
 
 def _usual() -> Path:
-    if given := os.environ.get("ATOLL_STATE_DIR"):
-        return Path(given)
+    if override := os.environ.get("ATOLL_STATE_DIR"):
+        return Path(override)
     base = os.environ.get("XDG_STATE_HOME")
     if base:
         return Path(base) / "atoll"

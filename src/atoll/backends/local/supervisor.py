@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from atoll.agent.process import SEARCHED_BYTES, failure_tail, own_word
+from atoll.agent.process import SEARCHED_BYTES, failure_tail, own_record
 from atoll.agent.records import (
     AttemptFacts,
     Due,
@@ -43,15 +43,15 @@ from atoll.backends.local.rank_process import (
     read_ends,
 )
 from atoll.backends.local.rendezvous import Rendezvous
-from atoll.backends.local.shortage import FIRST_PAUSE_S, MAX_PAUSE_S, SHORT, waiting_words
+from atoll.backends.local.shortage import FIRST_PAUSE_S, MAX_PAUSE_S, SHORT, waiting_message
 from atoll.backends.local.start_barrier import StartBarrier
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
-    bury,
-    keeper_words,
     kill_descendants,
+    mark_deleted,
     mark_of,
+    watchdog_output,
     write_mark,
 )
 from atoll.core.lines import split_lines
@@ -77,7 +77,7 @@ class Supervisor:
     def __init__(self, directory: Path, listener: int, *, is_heir: bool) -> None:
         self._directory = directory
         self._pid = os.getpid()
-        self._keeper = keeper_words(os.getppid())
+        self._watchdog = watchdog_output(os.getppid())
         self._journal = JournalWriter(directory / "journal")
         self._desired: dict[str, Any] = {}  # as it was written
         self._gang: dict[str, Any] = {}  # with what ranks are told of their rendezvous
@@ -118,13 +118,13 @@ class Supervisor:
         self._socket_file = _socket_at(self._directory / SOCKET)
         left = self._journal.facts.running()
         if left or is_heir:
-            ends = {a.rank: self._found_end_of(a) for a in left}
-            bury(left, self._directory, self._directory.name)
+            ends = {a.rank: self._recorded_end_of(a) for a in left}
+            mark_deleted(left, self._directory, self._directory.name)
             lost = [lost_record(self._directory, a, {}, ends[a.rank]) for a in left]
             append_persistently(self._journal, lost)
             cgroup.remove(self._directory)
         shim = os.environ["ATOLL_SUPERVISOR"]
-        cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
+        cgroup.enter(self._directory, cgroup.group_for(self._directory, shim))
 
     def run(self) -> None:
         if self._accept_desired():
@@ -140,7 +140,9 @@ class Supervisor:
         if not later and not self._by_pid:
             return False
         ended: list[Process] = []
-        for fd, _ in self._epoll.poll(min([*later, *self._send_heartbeat(), self._show_life()])):
+        for fd, _ in self._epoll.poll(
+            min([*later, *self._send_heartbeat(), self._show_heartbeat()])
+        ):
             self._handle(fd, ended)
         if ended:
             self._finish(ended)
@@ -163,7 +165,7 @@ class Supervisor:
         elif fd == self._listener.fileno():
             self._accept_client()
         elif fd in self._clients:
-            self._hear(fd)
+            self._receive(fd)
 
     # What there is to do
 
@@ -204,7 +206,7 @@ class Supervisor:
                 ready.append(each)
             else:
                 later.append(left_s)
-        if self._barrier is not None and not self._barrier.held.keys() <= {d[:2] for d in ready}:
+        if self._barrier is not None and not self._barrier.waiting.keys() <= {d[:2] for d in ready}:
             self._disband()
         if ready:
             later += self._start(ready)
@@ -221,7 +223,7 @@ class Supervisor:
             if process.is_stopping or not is_unwanted(desired, attempt.rank, attempt.attempt):
                 continue
             process.is_stopping = True
-            process.stop_asked_at = time.time()
+            process.stop_requested_at = time.time()
             process.kill_at = now + self._gang["stop_grace_s"]
             processes.kill_leader(attempt.pid, signal.SIGTERM)
             processes.kill_leader(attempt.pid, signal.SIGCONT)
@@ -242,12 +244,12 @@ class Supervisor:
         try:
             self._barrier = self._barrier or StartBarrier()
             for each in ready:
-                if (each.rank, each.attempt) in self._barrier.held:
+                if (each.rank, each.attempt) in self._barrier.waiting:
                     continue
                 if time.monotonic() > until:
                     return [0.0]
                 self._barrier.hold(self._forked(each, self._barrier))
-            started = list(self._barrier.held.values())
+            started = list(self._barrier.waiting.values())
             self._journal.append([p.attempt.start for p in started if p.attempt.start])
         except OSError as error:  # too many processes or files, or a full disk: nothing ran
             return [self._wait_for_room(len(ready), error)]
@@ -257,15 +259,15 @@ class Supervisor:
         self._barrier = None
         self._pauses.has_worked()
         self._shortage = ""
-        self._tell_clients()
+        self._notify_clients()
         return []
 
     def _wait_for_room(self, wanted: int, error: OSError) -> float:
         self._disband()
         seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._start_at = time.monotonic() + seconds
-        self._shortage = waiting_words(f"start {wanted} ranks", error.strerror)
-        self._tell_shortage(self._clients.values())
+        self._shortage = waiting_message(f"start {wanted} ranks", error.strerror)
+        self._report_shortage(self._clients.values())
         return seconds
 
     def _disband(self) -> None:
@@ -279,7 +281,7 @@ class Supervisor:
         try:
             env = self._rendezvous.open()
         except OSError:
-            self._tell_clients()  # the cause is in its file
+            self._notify_clients()  # the cause is in its file
             return False
         self._gang["env"] = {**env, **self._gang["env"]}
         return True
@@ -358,15 +360,15 @@ class Supervisor:
             process.log.close()
             del self._by_pid[process.attempt.pid]
             self._swept.add(process.attempt.rank)
-        self._tell_clients()
+        self._notify_clients()
 
     def _explained(self, process: Process, status: int) -> Record:
         attempt = process.attempt
         record = attempt_end(self._directory, attempt, status, self._end_of(attempt))
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
-        word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
+        text = own_record(error_file(self._directory, attempt.rank, attempt.attempt))
         # A rank that failed by itself may still be unwinding when it is told to stop.
-        is_stopped = process.is_stopping and word.get("failedAt", inf) >= process.stop_asked_at
+        is_stopped = process.is_stopping and text.get("failedAt", inf) >= process.stop_requested_at
         if is_stopped:
             record["stopped"] = True
             record["reason"] = ExitReason.STOPPED if record["code"] else record["reason"]
@@ -382,7 +384,7 @@ class Supervisor:
             log = self._directory / "logs" / str(attempt.rank)
             tail = failure_tail(last_lines(log, SEARCHED_LINES, SEARCHED_BYTES))[-TAIL_LINES:]
             record["tail"] = split_lines("\n".join(tail)[-TAIL_CHARS:])
-            record.update(word)
+            record.update(text)
         return record
 
     def _read_exec_errors(self) -> None:
@@ -405,9 +407,11 @@ class Supervisor:
         self._swept = left
 
     def _reap_orphans(self) -> None:
-        held = {p.attempt.pid for p in self._barrier.held.values()} if self._barrier else set()
+        waiting = (
+            {p.attempt.pid for p in self._barrier.waiting.values()} if self._barrier else set()
+        )
         for pid in processes.children(self._pid):
-            if pid not in self._by_pid and pid not in held:
+            if pid not in self._by_pid and pid not in waiting:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -462,7 +466,7 @@ class Supervisor:
             **self._journal.stamp(),
         )
         append_persistently(self._journal, [record])
-        self._tell_clients()
+        self._notify_clients()
         return True
 
     def _restore(self) -> None:
@@ -473,12 +477,12 @@ class Supervisor:
             is_changed = self._journal.restore()
         self._accept_desired()
         with contextlib.suppress(OSError):
-            write_mark(mark_of(self._directory), self._keeper)
-            found = _socket_at(self._directory / SOCKET)
-            if found is None or found != self._socket_file:
+            write_mark(mark_of(self._directory), self._watchdog)
+            match = _socket_at(self._directory / SOCKET)
+            if match is None or match != self._socket_file:
                 self._listen_anew()
         if is_changed:
-            self._tell_clients()
+            self._notify_clients()
 
     def _listen_anew(self) -> None:
         listener = bound_socket(self._directory)
@@ -497,9 +501,9 @@ class Supervisor:
             self._epoll.register(client.fileno(), select.EPOLLIN)
             client.send(GROWN)  # what was journalled before it was accepted
             client.send(HEARTBEAT)  # from here on, every second
-            self._tell_shortage([client])
+            self._report_shortage([client])
 
-    def _hear(self, fd: int) -> None:
+    def _receive(self, fd: int) -> None:
         """Any byte means: there is a new wish, or something is amiss with the files."""
         try:
             data = self._clients[fd].recv(4096)
@@ -513,11 +517,11 @@ class Supervisor:
         self._epoll.unregister(fd)
         self._clients.pop(fd).close()
 
-    def _tell_clients(self) -> None:
+    def _notify_clients(self) -> None:
         """The journal has grown. A full buffer already says so."""
         self._send(GROWN, self._clients.values())
 
-    def _tell_shortage(self, clients: Iterable[socket.socket]) -> None:
+    def _report_shortage(self, clients: Iterable[socket.socket]) -> None:
         if self._shortage:
             self._send(SHORT + self._shortage.encode() + b"\n", clients)
 
@@ -531,7 +535,7 @@ class Supervisor:
             self._heartbeat_at = now + HEARTBEAT_S
         return [self._heartbeat_at - now]
 
-    def _show_life(self) -> float:
+    def _show_heartbeat(self) -> float:
         """A sign of life in the journal now and then. Returns in how many seconds it is due."""
         now = time.monotonic()
         if now >= self._signs_at:
@@ -544,7 +548,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 client.send(data)
 
-    def _found_end_of(self, attempt: AttemptFacts) -> float:
+    def _recorded_end_of(self, attempt: AttemptFacts) -> float:
         """When a rank without a supervisor ended: at its last sign of life if the machine was off,
         and at most one sign later if it was not."""
         if (
@@ -560,15 +564,15 @@ class Supervisor:
     def _end_of(self, attempt: AttemptFacts) -> float:
         """When a rank that has just been found dead ended, as well as that can be known."""
         now = self._journal.now()
-        seen_up = read_ends(self._directory).get(end_key(attempt))
-        late_s = 0.0 if seen_up is None else max(time.monotonic() - seen_up, 0.0)
+        uptime = read_ends(self._directory).get(end_key(attempt))
+        late_s = 0.0 if uptime is None else max(time.monotonic() - uptime, 0.0)
         return max(now - late_s, attempt.started_at or 0.0)
 
 
 def _socket_at(path: Path) -> tuple[int, int] | None:
     """Tells one socket from another; None if there is none."""
     try:
-        found = os.lstat(path)
+        match = os.lstat(path)
     except OSError:
         return None
-    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
+    return (match.st_dev, match.st_ino) if stat.S_ISSOCK(match.st_mode) else None

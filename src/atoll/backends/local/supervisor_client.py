@@ -50,8 +50,8 @@ from atoll.backends.local.shortage import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     SHORT,
-    tells_of_shortage,
-    waiting_words,
+    mentions_shortage,
+    waiting_message,
 )
 from atoll.backends.records import RankMemory
 from atoll.core.errors import BackendError, Permanent, Temporary
@@ -67,12 +67,12 @@ FILES = (
     *(GANG, "journal", SOCKET, "lock", "keeper", "shim.log"),
     *("rendezvous.json", "etcd.log", "ends", "cgroup"),
 )
-KEEPER_STUCK_S = 3.0
+WATCHDOG_STUCK_S = 3.0
 FRUITLESS_STARTS = 5
 ACCEPT_TIMEOUT_S = 30.0  # a starved machine takes 10 s to start a Python
 END_TIMEOUT_S = 10.0  # for processes to go that were asked to, and again once they were killed
 RESTORED_S = 0.2  # how long a supervisor is given to write its files again
-LAST_WORDS_BYTES = 4096
+LAST_OUTPUT_BYTES = 4096
 
 log = logging.getLogger(__name__)
 _shims: list[subprocess.Popen[bytes]] = []  # of all gangs: children of this process, to be reaped
@@ -95,8 +95,8 @@ class SupervisorClient:
         self._ticking: asyncio.TimerHandle | None = None
         self._ends: dict[str, float] = {}  # ranks seen dead while their supervisor was silent
         self._shim: subprocess.Popen[bytes] | None = None
-        self._unheard_since: float | None = None
-        self._is_hurried = False
+        self._silent_since: float | None = None
+        self._is_woken = False
         self._begun_at: Cursor | None = None  # what of the journal there was for the last shim
         self._log_at = 0  # size of the shims' log at that time
         self._is_weighed = True  # whether the end of the last shim has been counted
@@ -116,7 +116,7 @@ class SupervisorClient:
         """The attempts that run as far as the journal has been read. Threads may have them."""
         return self._journal.facts.running()
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether there is anything to go by: a wish, or the record of one."""
         return any((self.directory / name).exists() for name in (GANG, "journal"))
 
@@ -152,23 +152,23 @@ class SupervisorClient:
         else:
             try:
                 make_private(self.directory)
-                if not self.is_asked():  # from then on, a lock that is missing was lost
+                if not self.is_requested():  # from then on, a lock that is missing was lost
                     (self.directory / "lock").touch(0o600)
                 write_gang(self.directory, gang)
             except OSError as error:
-                self.shortage = waiting_words(f"write to {self.directory}", error.strerror)
+                self.shortage = waiting_message(f"write to {self.directory}", error.strerror)
                 raise Temporary(self.shortage) from error
         deadline = time.monotonic() + ACCEPT_TIMEOUT_S
         while not self._is_accepted(gang):
             self._weigh()
             if self._fruitless >= FRUITLESS_STARTS:
-                raise Permanent(f"the supervisor of the ranks keeps dying: {self._last_words()}")
+                raise Permanent(f"the supervisor of the ranks keeps dying: {self._last_output()}")
             if time.monotonic() > deadline:
                 raise Temporary(f"the supervisor in {self.directory} does not answer")
             if self._connected() or self._start():
                 self._say()
             else:
-                self._hurry_keeper()
+                self._wake_watchdog()
             await self._wait(0.05)
         self._pauses.has_worked()
 
@@ -178,10 +178,10 @@ class SupervisorClient:
             return True
         lock = self._take_lock()
         if lock is None:  # the keeper is clearing up after a supervisor that died
-            self._hurry_keeper()
-            self._look_again(0.05)
+            self._wake_watchdog()
+            self._check_again(0.05)
             return True
-        self._unheard_since = None
+        self._silent_since = None
         self._weigh(is_over=True)
         if not self._is_needed() or self._fruitless >= FRUITLESS_STARTS:
             os.close(lock)
@@ -189,7 +189,7 @@ class SupervisorClient:
         try:
             self._spawn(lock)
         except Temporary as error:  # nobody acts yet, but somebody will
-            self._look_again(error.retry_after_s)
+            self._check_again(error.retry_after_s)
             return True
         return self._connected()  # to notice its messages and its end
 
@@ -213,8 +213,8 @@ class SupervisorClient:
 
         It needs no file for that: what runs carries the uid of the training.
         """
-        is_whole = self.is_asked() and not self.damage()
-        if not (is_whole and await self._is_stopped()) and has_run:
+        is_complete = self.is_requested() and not self.damage()
+        if not (is_complete and await self._is_stopped()) and has_run:
             await self._end_all()
         self._hang_up()
         self._journal = JournalReader(self.directory / "journal")
@@ -269,7 +269,7 @@ class SupervisorClient:
         try:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError as error:
-            raise Temporary(waiting_words("reach the supervisor", error.strerror)) from error
+            raise Temporary(waiting_message("reach the supervisor", error.strerror)) from error
         try:
             with short_name(self.directory) as here:
                 line.connect(f"{here}/{SOCKET}")
@@ -277,14 +277,14 @@ class SupervisorClient:
             line.close()
             return False
         self._line, self._buffer, self._pulse = line, b"", HeartbeatMonitor()
-        self._unheard_since = None
+        self._silent_since = None
         loop = asyncio.get_running_loop()
-        loop.add_reader(line, self._hear)
+        loop.add_reader(line, self._receive)
         self._ticking = loop.call_later(HEARTBEAT_S, self._tick)
         self._say()  # what was done to its files meanwhile is undone
         return True
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Read heartbeats, notices that the journal has grown, and lines about shortages."""
         assert self._line is not None
         try:
@@ -295,20 +295,20 @@ class SupervisorClient:
             data = b""
         if not data:
             self._hang_up()
-        self._pulse.hear(data)
+        self._pulse.receive(data)
         self._buffer += data
         is_news = not data
         while self._buffer:
-            word, rest = self._buffer[:1], self._buffer[1:]
-            if word == GROWN:
+            kind, remainder = self._buffer[:1], self._buffer[1:]
+            if kind == GROWN:
                 self.shortage = ""
-            elif word == SHORT:
-                text, end, rest = rest.partition(b"\n")
+            elif kind == SHORT:
+                text, end, remainder = remainder.partition(b"\n")
                 if not end:
                     break
                 self.shortage = text.decode(errors="replace")
-            is_news = is_news or word != HEARTBEAT
-            self._buffer = rest
+            is_news = is_news or kind != HEARTBEAT
+            self._buffer = remainder
         if is_news:
             self._news.set()
             self._notify()
@@ -328,9 +328,9 @@ class SupervisorClient:
             write_ends(self.directory, self._ends)
         what = "go on" if number == signal.SIGCONT else "are ended and replaced"
         log.warning("%s: keeper and supervisor do not answer; they %s", self.directory, what)
-        for life in (pair.supervisor, pair.keeper):
-            if life is not None:
-                send(life, number)
+        for process in (pair.supervisor, pair.watchdog):
+            if process is not None:
+                send(process, number)
 
     def _note_ends(self) -> None:
         for attempt in self.facts.running():
@@ -358,7 +358,7 @@ class SupervisorClient:
             self._ticking.cancel()
             self._ticking = None
 
-    def _look_again(self, seconds: float) -> None:
+    def _check_again(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, self._notify)
 
     def _take_lock(self) -> int | None:
@@ -371,7 +371,7 @@ class SupervisorClient:
                 return None
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise Temporary(waiting_words("open the lock", error.strerror)) from error
+            raise Temporary(waiting_message("open the lock", error.strerror)) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -399,9 +399,9 @@ class SupervisorClient:
             if (left := self._again_at - time.monotonic()) > 0:
                 raise Temporary(self.shortage, retry_after_s=left)
             self._begun_at = self._position()
-            with open(self.directory / "shim.log", "ab", opener=private) as words:
-                self._log_at = words.tell()
-                self._shim = self._forked(lock, words)
+            with open(self.directory / "shim.log", "ab", opener=private) as output:
+                self._log_at = output.tell()
+                self._shim = self._forked(lock, output)
             _shims.append(self._shim)
             self._is_weighed = False
         except OSError as error:
@@ -410,7 +410,7 @@ class SupervisorClient:
         finally:
             os.close(lock)
 
-    def _forked(self, lock: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _forked(self, lock: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
         with bound_socket(self.directory) as listener:
             files = (lock, listener.fileno())
             return subprocess.Popen(
@@ -418,8 +418,8 @@ class SupervisorClient:
                 + [str(fd) for fd in files],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=words,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 cwd="/",
             )
@@ -436,11 +436,11 @@ class SupervisorClient:
         if self._is_weighed or (self._shim in _shims and not is_over):
             return
         self._is_weighed = True
-        words = self._last_words()
-        if not words:
+        output = self._last_output()
+        if not output:
             self._pause("it was killed before it began")
-        elif tells_of_shortage(words):
-            self._pause(words)
+        elif mentions_shortage(output):
+            self._pause(output)
         else:
             self._fruitless += 1
 
@@ -452,43 +452,43 @@ class SupervisorClient:
     def _pause(self, why: str) -> float:
         seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._again_at = time.monotonic() + seconds
-        self.shortage = waiting_words("start the supervisor", why)
-        self._look_again(seconds)
+        self.shortage = waiting_message("start the supervisor", why)
+        self._check_again(seconds)
         return seconds
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         """Of the last shim; empty if it said nothing."""
         try:
             with (self.directory / "shim.log").open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_at, end - LAST_WORDS_BYTES))
+                file.seek(max(self._log_at, end - LAST_OUTPUT_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
         return lines[-1] if lines else ""
 
-    def _hurry_keeper(self) -> None:
+    def _wake_watchdog(self) -> None:
         """Lets a keeper that was stopped go on; ends one that takes too long to clear up.
 
         A supervisor that runs and cannot be reached has lost its socket, and makes a new one.
         """
         now = time.monotonic()
-        if self._unheard_since is None:
-            self._unheard_since = now
+        if self._silent_since is None:
+            self._silent_since = now
             self.restore()
-        if now < self._unheard_since + KEEPER_STUCK_S:
+        if now < self._silent_since + WATCHDOG_STUCK_S:
             return
-        self._unheard_since = now
+        self._silent_since = now
         pair = pair_of(self.directory)
         if pair.supervisor is not None and not pair.is_stopped:
             if not pair.supervisor.is_stopped:
                 ask_to_restore(pair.supervisor)
             return
-        number = signal.SIGCONT if pair.is_stopped and not self._is_hurried else signal.SIGKILL
-        self._is_hurried = number == signal.SIGCONT
-        for life in pair if pair.is_stopped else (pair.keeper,):
-            if life is not None:
-                send(life, number)
+        number = signal.SIGCONT if pair.is_stopped and not self._is_woken else signal.SIGKILL
+        self._is_woken = number == signal.SIGCONT
+        for process in pair if pair.is_stopped else (pair.watchdog,):
+            if process is not None:
+                send(process, number)
 
 
 def processes_of(directory: Path, uid: str) -> set[int]:

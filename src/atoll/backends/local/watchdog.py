@@ -81,7 +81,7 @@ def _step_below_guard(directory: Path) -> int:
     come to the guard, which is not killed with the keeper's children.
     """
     orders, dismiss = os.pipe2(os.O_CLOEXEC)
-    place, is_posted = os.pipe2(os.O_CLOEXEC)
+    read_end, is_posted = os.pipe2(os.O_CLOEXEC)
     processes.adopt_orphans()
     keeper = os.fork()
     if keeper != 0:
@@ -93,16 +93,16 @@ def _step_below_guard(directory: Path) -> int:
             os.dup2(file, target)
         # Every rank carries this, so the guard never kills the ranks of a later shim.
         mark = _own_mark(keeper)
-        words = ["sh", "-c", GUARD, "guard", mark, cgroup.place_for(directory, mark)]
+        message = ["sh", "-c", GUARD, "guard", mark, cgroup.group_for(directory, mark)]
         with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
-            os.execvpe("sh", words, {"PATH": os.environ.get("PATH", os.defpath)})
+            os.execvpe("sh", message, {"PATH": os.environ.get("PATH", os.defpath)})
         os._exit(0)
     os.setsid()
     os.environ["ATOLL_SUPERVISOR"] = _own_mark(os.getpid())
     os.close(orders)
     os.close(is_posted)
-    os.read(place, 1)  # until the guard stands there
-    os.close(place)
+    os.read(read_end, 1)  # until the guard stands there
+    os.close(read_end)
     return dismiss
 
 
@@ -119,19 +119,19 @@ def _leave_mark(mark: Path) -> bool:
     """Writes the mark; returns whether there was one: an earlier shim was killed before its end."""
     was_there = mark.exists()
     with contextlib.suppress(OSError):  # on a full disk, the existing one is enough
-        write_mark(mark, keeper_words(os.getpid()))
+        write_mark(mark, watchdog_output(os.getpid()))
     return was_there
 
 
-def keeper_words(pid: int) -> str:
+def watchdog_output(pid: int) -> str:
     return f"{pid} {processes.start_ticks(pid)}"
 
 
-def write_mark(mark: Path, words: str) -> None:
+def write_mark(mark: Path, message: str) -> None:
     """Names the keeper. A mark that does so already is left alone."""
     clear_way(mark)
-    if not mark.exists() or mark.read_bytes() != words.encode():
-        mark.write_text(words)
+    if not mark.exists() or mark.read_bytes() != message.encode():
+        mark.write_text(message)
 
 
 def keep(directory: Path, supervisor: int) -> None:
@@ -182,7 +182,7 @@ def kill_descendants() -> dict[int, int]:
         ended[pid] = status
 
 
-def bury(left: Sequence[AttemptFacts], directory: Path, uid: str) -> None:
+def mark_deleted(left: Sequence[AttemptFacts], directory: Path, uid: str) -> None:
     """Kills ranks without a supervisor and all they started; returns when all of it is gone."""
     while True:
         marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}

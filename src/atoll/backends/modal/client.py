@@ -79,7 +79,7 @@ class SandboxEnd(NamedTuple):
         return str(ENDS.get(self.status, ""))
 
     @property
-    def words(self) -> str:
+    def detail(self) -> str:
         status = self.status.removeprefix("GENERIC_STATUS_").replace("_", " ").lower()
         code = "" if self.code is None else f", exit code {self.code}"
         message = f": {self.message}" if self.message else ""
@@ -109,7 +109,7 @@ class Sandboxes:
         """The app, which is made where it does not exist. Raises Permanent without credentials."""
         async with self._turn:
             if self._app is None:
-                async with _told("the app", self._options.app):
+                async with _warned("the app", self._options.app):
                     self._client = await answer(modal.Client.from_env.aio())
                     self.questions["app"] += 1
                     self._app = await answer(
@@ -125,7 +125,7 @@ class Sandboxes:
     async def hello(self) -> None:
         """Whether the service answers, and takes the credentials."""
         await self.open()
-        async with _told("the service", ""):
+        async with _warned("the service", ""):
             self.questions["hello"] += 1
             await answer(self._client.hello.aio())
 
@@ -136,7 +136,7 @@ class Sandboxes:
         """
         app = await self.open()
         options = self._options
-        async with _told("a sandbox", request.name):
+        async with _warned("a sandbox", request.name):
             self.questions["create"] += 1
             sandbox = await answer(
                 modal.Sandbox.create.aio(
@@ -166,7 +166,7 @@ class Sandboxes:
         app = await self.open()
         ids: set[str] = set()
         missing = set(expected)
-        async with _told("the list of sandboxes", ""):
+        async with _warned("the list of sandboxes", ""):
             self.questions["list"] += 1
             listing = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=self._client)
             while (sandbox := await answer(anext(listing, None))) is not None:
@@ -177,7 +177,7 @@ class Sandboxes:
 
     async def tags(self, sandbox_id: str) -> dict[str, str]:
         await self.open()
-        async with _told("the tags of", sandbox_id):
+        async with _warned("the tags of", sandbox_id):
             self.questions["tags"] += 1
             sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
             return dict(await answer(sandbox.get_tags.aio()))
@@ -185,7 +185,7 @@ class Sandboxes:
     async def end_of(self, sandbox_id: str) -> SandboxEnd | None:
         """How it ended; None while it has not."""
         await self.open()
-        async with _told("the end of", sandbox_id):
+        async with _warned("the end of", sandbox_id):
             self.questions["end"] += 1
             try:
                 sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
@@ -196,7 +196,7 @@ class Sandboxes:
     async def end_by_name(self, name: str) -> SandboxEnd | None:
         """The same of the newest sandbox that had the name, whoever has started it."""
         await self.open()
-        async with _told("the end of", name):
+        async with _warned("the end of", name):
             self.questions["end"] += 1
             try:
                 sandbox = await answer(
@@ -216,7 +216,7 @@ class Sandboxes:
     async def terminate(self, sandbox_id: str) -> None:
         """At once, with no signal that it could catch. Already ended is success."""
         await self.open()
-        async with _told("to terminate", sandbox_id):
+        async with _warned("to terminate", sandbox_id):
             self.questions["terminate"] += 1
             try:
                 sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
@@ -276,7 +276,7 @@ def _result_of(sandbox: Any) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def _told(what: str, name: str) -> AsyncIterator[None]:
+async def _warned(what: str, name: str) -> AsyncIterator[None]:
     """Turns the errors of the client into ours, with what it was about."""
     about = f"Modal, {what} {name}".rstrip()
     try:

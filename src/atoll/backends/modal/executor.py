@@ -18,7 +18,7 @@ from atoll.backends.modal.options import SUPPORTS, ModalOptions
 from atoll.backends.modal.render import (
     ATTEMPT,
     RANK,
-    planned_life_s,
+    planned_lifetime_s,
     prefix_of,
     render_sandbox,
     sandbox_name,
@@ -44,7 +44,7 @@ class _Gang:
     def __init__(self) -> None:
         self.keys: dict[str, AttemptKey] = {}  # by the id of the sandbox
         self.ends: dict[AttemptKey, JobState] = {}
-        self.asked: dict[AttemptKey, asyncio.Task[None]] = {}
+        self.requested: dict[AttemptKey, asyncio.Task[None]] = {}
         self.refusal: Permanent | None = None
         self.trouble = ""
 
@@ -88,8 +88,8 @@ class ModalBackend(StoreBackend):
         options.check(training.spec)
         records = prefix_of(training, options, "records")
         ranks = range(training.spec.world_size.target)
-        made = [render_sandbox(training, rank, 0, records, options)._asdict() for rank in ranks]
-        return json.dumps(made, indent=2, default=repr) + "\n"
+        created = [render_sandbox(training, rank, 0, records, options)._asdict() for rank in ranks]
+        return json.dumps(created, indent=2, default=repr) + "\n"
 
     async def probe(self) -> None:
         await self.sandboxes.hello()
@@ -98,7 +98,7 @@ class ModalBackend(StoreBackend):
         self.options.check(spec)
 
     async def close(self) -> None:
-        tasks = [task for gang in self._gangs.values() for task in gang.asked.values()]
+        tasks = [task for gang in self._gangs.values() for task in gang.requested.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -111,9 +111,9 @@ class ModalBackend(StoreBackend):
         self._raise_refusal(gang)
         tasks = []
         for key in ((rank, attempt) for rank in ranks):
-            if key not in gang.asked:
-                gang.asked[key] = asyncio.create_task(self._create(training, gang, key))
-                tasks.append(gang.asked[key])
+            if key not in gang.requested:
+                gang.requested[key] = asyncio.create_task(self._create(training, gang, key))
+                tasks.append(gang.requested[key])
         if tasks:
             await asyncio.wait(tasks, timeout=REFUSAL_S)
         self._raise_refusal(gang)
@@ -129,18 +129,18 @@ class ModalBackend(StoreBackend):
             for each in running
             if each in gang.keys
         }
-        words = gang.trouble or "Modal is asked for it, and waits for room"
-        for key in gang.asked:
-            jobs.setdefault(key, JobState("pending", message=words))
+        detail = gang.trouble or "Modal is asked for it, and waits for room"
+        for key in gang.requested:
+            jobs.setdefault(key, JobState("pending", message=detail))
         known = {*gang.keys.values(), *self._claims(training)}
-        gone = sorted(key for key in known if key not in jobs)
-        ends = await asyncio.gather(*(self._end(training, gang, key) for key in gone))
-        return {**jobs, **dict(zip(gone, ends, strict=True))}
+        departed = sorted(key for key in known if key not in jobs)
+        ends = await asyncio.gather(*(self._end(training, gang, key) for key in departed))
+        return {**jobs, **dict(zip(departed, ends, strict=True))}
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
         gang = self._gang(training)
         for key in attempts:
-            if (task := gang.asked.get(key)) is not None:
+            if (task := gang.requested.get(key)) is not None:
                 task.cancel()
         await asyncio.gather(*map(self._terminate, gang.ids_of(attempts)))
 
@@ -150,13 +150,13 @@ class ModalBackend(StoreBackend):
         return {
             **super().launch(training),
             "logs": self.prefix(training, "logs"),
-            "life_s": planned_life_s(self.options, training.spec.stop_grace_s),
+            "life_s": planned_lifetime_s(self.options, training.spec.stop_grace_s),
         }
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
         gang = self._gangs.pop(training.uid, None)
         if gang is not None:
-            for task in gang.asked.values():
+            for task in gang.requested.values():
                 task.cancel()
         await super().clear(training, with_logs=with_logs)
 
@@ -208,7 +208,7 @@ class ModalBackend(StoreBackend):
         except Temporary as error:
             gang.trouble = str(error)
         finally:
-            del gang.asked[key]
+            del gang.requested[key]
 
     async def _learn(self, gang: _Gang, sandbox_id: str) -> None:
         """Which attempt a sandbox is that somebody else has started."""
@@ -243,8 +243,8 @@ class ModalBackend(StoreBackend):
             if end is None:
                 return JobState("running")  # the listing was late
             is_claimed = key in self._claims(training)
-            words = end.words if is_claimed else f"{end.words}: {UNSAID}"
-            job = JobState("ended", reason=end.reason, message=words)
+            detail = end.detail if is_claimed else f"{end.detail}: {UNSAID}"
+            job = JobState("ended", reason=end.reason, message=detail)
         gang.ends[key] = job
         return job
 

@@ -17,17 +17,17 @@ from atoll.core.quantities import parse_quantity
 from atoll.core.spec import TrainingSpec
 from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 
-MAX_LIFE_S = 86_400  # of a sandbox
-MIN_LIFE_S = 60
+MAX_LIFETIME_S = 86_400  # of a sandbox
+MIN_LIFETIME_S = 60
 MIB = 2**20
 STORES = ("s3://", "gs://", "az://")
 STORE = "expected s3://, gs:// or az://: a store that Modal's containers and this machine reach"
 # As the client checks the names of its objects.
 OBJECT_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-APART = "expected none: sandboxes of Modal do not reach each other"
+SEPARATE = "expected none: sandboxes of Modal do not reach each other"
 SUPPORTS = (
-    refuse("mesh", APART),
-    refuse("bench", APART),
+    refuse("mesh", SEPARATE),
+    refuse("bench", SEPARATE),
     refuse(
         "rendezvous_backend",
         "expected 'none': sandboxes of Modal meet in an object store alone",
@@ -89,7 +89,7 @@ class ModalOptions(SpecModel, frozen=True):
     gpu: str | None = None  # the model, for trainings that only say how many
     cpu: Annotated[float, Meta(ge=0.125, le=1024)] | None = None  # cores
     memory: Annotated[int, Meta(ge=128, le=10**8)] | None = None  # MiB
-    life_s: Annotated[int, Meta(ge=MIN_LIFE_S, le=MAX_LIFE_S)] = MAX_LIFE_S
+    lifetime_s: Annotated[int, Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)] = MAX_LIFETIME_S
     creates: Annotated[int, Meta(ge=1, le=1000)] = 64  # at once: each may wait 21 min for room
     # How often ranks look into the store whether they are to stop, and this machine whether they
     # run. They show in every fifth look that they live.

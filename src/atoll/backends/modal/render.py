@@ -16,7 +16,7 @@ WRAPPER = (
     "sys.exit(main([*sys.argv[1:], '--host', os.environ.get('MODAL_TASK_ID', '')]))"
 )
 # Between the end that was planned for a rank, with its grace, and the one that Modal makes.
-LIFE_MARGIN_S = 60
+LIFETIME_MARGIN_S = 60
 
 
 class SandboxRequest(NamedTuple):
@@ -62,13 +62,13 @@ def render_sandbox(
         tags={**tags_of(training.uid), RANK: str(rank), ATTEMPT: str(attempt)},
         command=[options.python, "-c", WRAPPER, records, str(rank), str(attempt)],
         image=spec.image or options.image,
-        timeout_s=options.life_s,
+        timeout_s=options.lifetime_s,
         gpu=gpu_of(spec.resources, options.gpu),
         cpu=cores_of(spec, options),
         memory=mebibytes_of(spec, options),
     )
 
 
-def planned_life_s(options: ModalOptions, grace_s: float) -> float:
+def planned_lifetime_s(options: ModalOptions, grace_s: float) -> float:
     """How long a rank runs before it is asked to make room for its successor."""
-    return max(options.life_s - LIFE_MARGIN_S - math.ceil(grace_s), options.life_s / 2)
+    return max(options.lifetime_s - LIFETIME_MARGIN_S - math.ceil(grace_s), options.lifetime_s / 2)

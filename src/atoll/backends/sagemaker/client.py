@@ -68,7 +68,7 @@ class TrainingJobs:
     def __init__(self, client: Any, logs: Any) -> None:
         self._client = client
         self._logs = logs
-        self.asked: Counter[str] = Counter()
+        self.requested: Counter[str] = Counter()
         self.region: str = client.meta.region_name
         # A store that is not Amazon's own is one for the ranks, too.
         self.store_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", "")
@@ -84,10 +84,10 @@ class TrainingJobs:
 
     async def summaries(self, stem: str, since: float) -> list[Json]:
         """All jobs whose names contain `stem`: one question, in pages."""
-        found: list[Json] = []
+        match: list[Json] = []
         token: dict[str, str] = {}
         while True:
-            page = await self._told(
+            page = await self._warned(
                 self._client.list_training_jobs,
                 NameContains=stem,
                 CreationTimeAfter=datetime.fromtimestamp(since, UTC),
@@ -96,13 +96,13 @@ class TrainingJobs:
                 SortOrder="Ascending",
                 **token,
             )
-            found += page["TrainingJobSummaries"]
+            match += page["TrainingJobSummaries"]
             if not page.get("NextToken"):
-                return found
+                return match
             token = {"NextToken": page["NextToken"]}
 
     async def describe(self, name: str) -> Json:
-        answer: Json = await self._told(self._client.describe_training_job, TrainingJobName=name)
+        answer: Json = await self._warned(self._client.describe_training_job, TrainingJobName=name)
         return answer
 
     async def stop(self, name: str) -> None:
@@ -148,14 +148,14 @@ class TrainingJobs:
             if _code(error) not in (*MISSING, *DENIED):  # logs may be kept by whoever owns them
                 raise _translated(error) from error
 
-    async def _told(self, call: Callable[..., Any], **arguments: Any) -> Any:
+    async def _warned(self, call: Callable[..., Any], **arguments: Any) -> Any:
         try:
             return await self._ask(call, **arguments)
         except ClientError as error:
             raise _translated(error) from error
 
     async def _ask(self, call: Callable[..., Any], **arguments: Any) -> Any:
-        self.asked[call.__name__] += 1
+        self.requested[call.__name__] += 1
         try:
             return await asyncio.to_thread(call, **arguments)
         except NoCredentialsError as error:

@@ -83,8 +83,8 @@ class SageMakerBackend(StoreBackend):
         region = options.region or ""
         check_spec(training.spec, options, region)
         ranks = range(training.spec.world_size.target)
-        made = [render_job(training, (rank, 0), options, region=region) for rank in ranks]
-        return json.dumps(made, indent=2) + "\n"
+        created = [render_job(training, (rank, 0), options, region=region) for rank in ranks]
+        return json.dumps(created, indent=2) + "\n"
 
     async def probe(self) -> None:
         await self.jobs.summaries("atoll-probe", time.time())
@@ -138,8 +138,8 @@ class SageMakerBackend(StoreBackend):
         job = read_summary(summary)
         reader = self._readers.get(training.uid)
         record = None if reader is None else reader.exit_of(key)
-        is_told = record is not None and record.get("by") != BY_EXECUTOR
-        if record is not None and is_told and not has_open_cause(record) and not job.is_repeated:
+        has_stop = record is not None and record.get("by") != BY_EXECUTOR
+        if record is not None and has_stop and not has_open_cause(record) and not job.is_repeated:
             return JobState("ended")  # by its wrapper; SageMaker may take minutes to see it
         if job.is_active:
             return job
@@ -152,8 +152,10 @@ class SageMakerBackend(StoreBackend):
             since = gang.wanting.setdefault(key, time.monotonic())
             if time.monotonic() >= since + self.options.capacity_pause_s:
                 return None
-            words = f"SageMaker has no capacity, and is asked again: {end.get('FailureReason', '')}"
-            return JobState("pending", message=words)
+            detail = (
+                f"SageMaker has no capacity, and is asked again: {end.get('FailureReason', '')}"
+            )
+            return JobState("pending", message=detail)
         job = read_end(end)
         return job if is_claimed else job._replace(message=f"{job.message}: {UNSAID}")
 

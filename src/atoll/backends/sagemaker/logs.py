@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 IN_ONE_MS = 4096
 PAGE_LINES = 10_000
-LOOK_S, LOOK_MAX_S = 0.5, 5.0
+POLL_S, MAX_POLL_S = 0.5, 5.0
 
 
 class _Stream(NamedTuple):
@@ -27,13 +27,13 @@ class _Cursor:
     def __init__(self) -> None:
         self.token: str | None = None
         self.at = 0
-        self.seen = 0  # events of that millisecond
+        self.known = 0  # events of that millisecond
 
-    def place(self, event: Json) -> int:
+    def position(self, event: Json) -> int:
         if event["timestamp"] != self.at:
-            self.at, self.seen = event["timestamp"], 0
-        self.seen = min(self.seen + 1, IN_ONE_MS - 1)
-        return self.at * IN_ONE_MS + self.seen
+            self.at, self.known = event["timestamp"], 0
+        self.known = min(self.known + 1, IN_ONE_MS - 1)
+        return self.at * IN_ONE_MS + self.known
 
 
 class RankLogs:
@@ -54,7 +54,7 @@ class RankLogs:
             by_rank.setdefault(stream.rank, []).append(stream.name)
         for rank, streams in by_rank.items():
             ends = [await self._last(name, tail) for name in streams]
-            lines = [place for offsets in ends for place in offsets]
+            lines = [position for offsets in ends for position in offsets]
             if len(lines) > tail:
                 offsets[rank] = lines[-tail - 1] if tail else lines[-1]
         return offsets
@@ -70,7 +70,7 @@ class RankLogs:
             events = [*page["events"], *events]
             more["nextToken"] = page["nextBackwardToken"]
         cursor = _Cursor()
-        return [cursor.place(event) for event in events][-tail - 1 :]
+        return [cursor.position(event) for event in events][-tail - 1 :]
 
     async def lines(
         self,
@@ -79,21 +79,23 @@ class RankLogs:
         follow: Callable[[], bool] | None,
     ) -> AsyncIterator[LogLine]:
         cursors: dict[str, _Cursor] = {}
-        pause_s = LOOK_S
+        pause_s = POLL_S
         while True:
             is_last = follow is None or follow()
             is_new = False
             for stream in await self._of(ranks):
                 cursor = cursors.setdefault(stream.name, _Cursor())
-                async for line in self._rest(stream, cursor, offsets.get(stream.rank, 0)):
+                async for line in self._remainder(stream, cursor, offsets.get(stream.rank, 0)):
                     is_new = True
                     yield line
             if is_last:
                 return
-            pause_s = LOOK_S if is_new else min(pause_s * 1.3, LOOK_MAX_S)
+            pause_s = POLL_S if is_new else min(pause_s * 1.3, MAX_POLL_S)
             await asyncio.sleep(pause_s)
 
-    async def _rest(self, stream: _Stream, cursor: _Cursor, after: int) -> AsyncIterator[LogLine]:
+    async def _remainder(
+        self, stream: _Stream, cursor: _Cursor, after: int
+    ) -> AsyncIterator[LogLine]:
         while True:
             more: Json = {"startFromHead": True, "limit": PAGE_LINES}
             if cursor.token is not None:
@@ -102,7 +104,7 @@ class RankLogs:
                 more["startTime"] = after // IN_ONE_MS
             page = await self._jobs.log_events(stream.name, **more)
             for event in page["events"]:
-                at = cursor.place(event)
+                at = cursor.position(event)
                 if at > after:
                     yield OffsetLine(
                         rank=stream.rank,

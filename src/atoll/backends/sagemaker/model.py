@@ -76,8 +76,8 @@ def _walk(shape: Any, value: Any, path: str) -> Iterator[RequestFlaw]:
 def _text(shape: Any, value: str, path: str) -> Iterator[RequestFlaw]:
     if shape.enum and value not in shape.enum:
         near = [word for word in shape.enum if word.split(".")[:2] == value.split(".")[:2]]
-        words = ", ".join(near or shape.enum[:8])
-        yield RequestFlaw(path, value, f"expected one of SageMaker's: {words}")
+        detail = ", ".join(near or shape.enum[:8])
+        yield RequestFlaw(path, value, f"expected one of SageMaker's: {detail}")
     yield from _bounded(shape, len(value), value, path, "characters")
     pattern = shape.metadata.get("pattern")
     if pattern and not _compiled(pattern).fullmatch(value):
@@ -85,12 +85,12 @@ def _text(shape: Any, value: str, path: str) -> Iterator[RequestFlaw]:
 
 
 def _bounded(shape: Any, size: float, value: Any, path: str, unit: str) -> Iterator[RequestFlaw]:
-    words = f" {unit}" if unit else ""
+    detail = f" {unit}" if unit else ""
     low, high = shape.metadata.get("min"), shape.metadata.get("max")
     if low is not None and size < low:
-        yield RequestFlaw(path, value, f"expected at least {low}{words}")
+        yield RequestFlaw(path, value, f"expected at least {low}{detail}")
     if high is not None and size > high:
-        yield RequestFlaw(path, value, f"expected at most {high}{words}, got {size}")
+        yield RequestFlaw(path, value, f"expected at most {high}{detail}, got {size}")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ MAX_S = 28 * 86_400  # of a job
 WARM_S = 21_600
 OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
 STORE = "expected s3://bucket/prefix: where the records of ranks are"
-APART = "expected none: training jobs do not reach each other"
+SEPARATE = "expected none: training jobs do not reach each other"
 SUPPORTS = (
     refuse(
         "stop_grace_s",
@@ -32,8 +32,8 @@ SUPPORTS = (
         f"expected at most {MAX_S}: 28 days, as long as a job may run",
         when=lambda spec, options: (spec.deadline_s or 0) > MAX_S,
     ),
-    refuse("mesh", APART),
-    refuse("bench", APART),
+    refuse("mesh", SEPARATE),
+    refuse("bench", SEPARATE),
     refuse(
         "rendezvous_backend",
         "expected 'none': training jobs meet in an object store alone",

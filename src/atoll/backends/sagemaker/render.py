@@ -169,7 +169,7 @@ def _environment(options: SageMakerOptions, region: str, endpoint: str) -> dict[
 
 def _channel(name: str, options: SageMakerOptions) -> Json:
     channel = options.channels[name]
-    made: Json = {
+    created: Json = {
         "ChannelName": name,
         "InputMode": channel.mode,
         "DataSource": {
@@ -181,5 +181,5 @@ def _channel(name: str, options: SageMakerOptions) -> Json:
         },
     }
     if channel.content_type is not None:
-        made["ContentType"] = channel.content_type
-    return made
+        created["ContentType"] = channel.content_type
+    return created

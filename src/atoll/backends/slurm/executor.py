@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.agent.bundle import FILE, wrapper_file
-from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.metric_sinks import METRICS
 from atoll.agent.wrapper import Folder, code_root
 from atoll.backends.launch import RankLayout
 from atoll.backends.recorded import Json, RecordedBackend
@@ -92,7 +92,7 @@ class SlurmBackend(RecordedBackend):
         self._queue: tuple[float, list[QueuedTask]] | None = None
         self._asking = asyncio.Lock()
         self._array_size = options.array_size
-        self._has_asked_limits = False
+        self._has_read_limits = False
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SlurmBackend:
@@ -128,13 +128,13 @@ class SlurmBackend(RecordedBackend):
                 status, _, trouble = await self._run("sbatch", "--test-only", stdin=script)
         except (TimeoutError, Temporary, Permanent):
             return
-        words = _one_line(trouble.replace("allocation failure: ", ""))
+        arguments = _one_line(trouble.replace("allocation failure: ", ""))
         for pattern, field in NEVER.items():
-            if status and re.search(pattern, words, re.IGNORECASE):
+            if status and re.search(pattern, arguments, re.IGNORECASE):
                 value, count = getattr(self.options, field), spec.resources.gpu_count
                 if field == "gres" and count and value is None:
                     field, value = "gpu_count", count
-                raise ValidationError(field, value, f"sbatch: {words}")
+                raise ValidationError(field, value, f"sbatch: {arguments}")
 
     def _try_folder(self) -> None:
         """Raises ValidationError if this user can neither use nor make the folder, and Permanent if
@@ -167,8 +167,8 @@ class SlurmBackend(RecordedBackend):
             if task.uid == training.uid and task.key in doomed and task.job.is_active:
                 arrays.setdefault((task.array, task.name), []).append(task.task)
         for (array, name), tasks in arrays.items():
-            words = [f"--name={name}", f"{array}_[{task_spans(tasks)}]"]
-            status, _, trouble = await self._run("scancel", "--quiet", *words)
+            arguments = [f"--name={name}", f"{array}_[{task_spans(tasks)}]"]
+            status, _, trouble = await self._run("scancel", "--quiet", *arguments)
             self._queue = None
             if status and "nvalid job id" not in trouble:
                 raise Temporary(f"scancel: {_one_line(trouble)}")
@@ -178,7 +178,7 @@ class SlurmBackend(RecordedBackend):
     def folder_of(self, training: Training) -> Path:
         return self.root / training.uid
 
-    def place_of(self, training: Training) -> Folder:
+    def record_store_of(self, training: Training) -> Folder:
         return Folder(str(self.folder_of(training) / RECORDS))
 
     def result_store(self, training: Training) -> Folder:
@@ -194,14 +194,16 @@ class SlurmBackend(RecordedBackend):
             packages=str(folder / "packages") if is_own else None,
             has_atoll=is_own,
             rendezvous_uri=f"file://{folder}/rendezvous",
-            figures=(folder / FIGURES).as_uri(),
+            metrics_uri=(folder / METRICS).as_uri(),
             runs_uri=(self.root.parent / "runs").absolute().as_uri(),
             meeting=None,
         )
 
     def wrap_command(self, training: Training, command: list[str]) -> list[str]:
         spec, folder = training.spec, str(self.folder_of(training))
-        root = spec.code and code_root(self.place_of(training), training.uid, spec.code.digest)
+        root = spec.code and code_root(
+            self.record_store_of(training), training.uid, spec.code.digest
+        )
         return render_command(spec, self.options, folder, command, root or spec.working_dir)
 
     def launch(self, training: Training) -> Json:
@@ -236,10 +238,10 @@ class SlurmBackend(RecordedBackend):
         folder, source = self.folder_of(training), training.spec.source
         for name in (RECORDS, RESULTS, LOGS):
             make_private(folder / name)
-        _place(folder / FILE, wrapper_file())
+        _record_store(folder / FILE, wrapper_file())
         if source is not None:
             make_private(folder / "source")
-            _place(folder / "source" / source.filename, source.content)
+            _record_store(folder / "source" / source.filename, source.content)
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
         folder = self.folder_of(training)
@@ -290,7 +292,7 @@ class SlurmBackend(RecordedBackend):
 
     async def _ask_limits(self) -> None:
         """The cluster's own grace, and how many tasks its arrays may have; asked once."""
-        if self._has_asked_limits:
+        if self._has_read_limits:
             return
         _, out, _ = await self._run("scontrol", "show", "config")
         limits = dict(re.findall(r"^(KillWait|MaxArraySize)\s*=\s*(\d+)", out, re.MULTILINE))
@@ -298,24 +300,24 @@ class SlurmBackend(RecordedBackend):
             self.eviction_s = float(limits["KillWait"])
             most = max(int(limits["MaxArraySize"]), 1)  # task numbers are below it
             self._array_size = min(self.options.array_size, most)
-            self._has_asked_limits = True
+            self._has_read_limits = True
 
-    async def _run(self, *words: str, stdin: str | None = None) -> tuple[int, str, str]:
+    async def _run(self, *arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
         env = command_env(os.environ, stdin or "")
         if self._conf:
             env["SLURM_CONF"] = self._conf
         try:
             process = await asyncio.create_subprocess_exec(
-                *words,
+                *arguments,
                 stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=env,
             )
         except FileNotFoundError:
-            raise Permanent(_not_found(words[0])) from None
+            raise Permanent(_not_found(arguments[0])) from None
         except OSError as error:  # no process to be had
-            raise Temporary(f"{words[0]} cannot be started: {error.strerror}") from error
+            raise Temporary(f"{arguments[0]} cannot be started: {error.strerror}") from error
         try:
             out, trouble = await process.communicate(None if stdin is None else stdin.encode())
         finally:
@@ -345,10 +347,10 @@ def _not_found(command: str) -> str:
 
 
 def _refusal(trouble: str) -> Permanent | Temporary:
-    words = f"sbatch: {_one_line(trouble)}"
+    arguments = f"sbatch: {_one_line(trouble)}"
     if REFUSALS.search(trouble) and not PASSING.search(trouble):
-        return Permanent(words)
-    return Temporary(words, retry_after_s=2.0)
+        return Permanent(arguments)
+    return Temporary(arguments, retry_after_s=2.0)
 
 
 def _one_line(trouble: str) -> str:
@@ -356,7 +358,7 @@ def _one_line(trouble: str) -> str:
     return "; ".join(line for line in lines if line.strip()) or "no reason given"
 
 
-def _place(path: Path, data: bytes) -> None:
+def _record_store(path: Path, data: bytes) -> None:
     draft = path.with_name(path.name + ".new")
     with open(draft, "wb", opener=private) as file:
         file.write(data)

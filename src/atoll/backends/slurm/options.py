@@ -16,7 +16,7 @@ from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 
 Container = Literal["pyxis", "apptainer"]
 
-_WORD = re.compile(r"[^\s'\"\\#;`$]+")
+_TOKEN = re.compile(r"[^\s'\"\\#;`$]+")
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _LINE = re.compile(r"(-[a-zA-Z]|--[a-z][a-z-]*)([ =].*)?")
 # Lines that decide which job is which rank's, or that it runs once.
@@ -81,7 +81,7 @@ class SlurmOptions(SpecModel, frozen=True):
         check_bounds(self)
         for field in NAMED:
             value = getattr(self, field)
-            if value is not None and not _WORD.fullmatch(value):
+            if value is not None and not _TOKEN.fullmatch(value):
                 raise ValidationError(field, value, "expected one word, as sbatch takes it")
         if self.time is not None and not _TIME.fullmatch(self.time):
             expected = "expected minutes, hours:minutes:seconds or days-hours:minutes:seconds"

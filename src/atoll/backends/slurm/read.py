@@ -65,12 +65,14 @@ def read_queue(status: int, out: str, trouble: str) -> list[QueuedTask]:
         answer = {}
     errors = answer.get("errors") or []
     if status or errors or not isinstance(answer.get("jobs"), list):
-        words = "; ".join(_in_words(error) for error in errors) or trouble.strip() or out[:200]
-        raise Temporary(f"squeue does not answer: {' '.join(words.split()) or f'status {status}'}")
+        message = "; ".join(_describe(error) for error in errors) or trouble.strip() or out[:200]
+        raise Temporary(
+            f"squeue does not answer: {' '.join(message.split()) or f'status {status}'}"
+        )
     return [task for job in answer["jobs"] for task in _tasks(job)]
 
 
-def _in_words(error: Any) -> str:
+def _describe(error: Any) -> str:
     if not isinstance(error, dict):
         return str(error)
     parts = (error.get("description"), error.get("error"), error.get("source"))
@@ -118,23 +120,25 @@ def job_of(job: Json) -> JobState:
     states = states_of(job)
     is_repeated = bool(number(job.get("restart_cnt"))) or any(s in REQUEUED for s in states)
     reason = str(job.get("state_reason") or "")
-    words = f"Slurm: {' '.join(states)}" + (f" ({reason})" if reason not in NO_REASON else "")
+    message = f"Slurm: {' '.join(states)}" + (f" ({reason})" if reason not in NO_REASON else "")
     host = str(job.get("nodes") or "") or None
     if any(state in RUNNING for state in states):
         is_paused = any(state in PAUSED for state in states)
-        return JobState("running", "", words, host, is_paused=is_paused, is_repeated=is_repeated)
+        return JobState("running", "", message, host, is_paused=is_paused, is_repeated=is_repeated)
     if any(state in PENDING for state in states):
         waits = f"in the queue of {job.get('partition') or 'Slurm'}"
-        words = f"{waits}: {reason}" if reason not in NO_REASON else waits
-        return JobState("pending", "", words, None, is_repeated=is_repeated)
+        message = f"{waits}: {reason}" if reason not in NO_REASON else waits
+        return JobState("pending", "", message, None, is_repeated=is_repeated)
     cause = next((CAUSES[state].value for state in states if state in CAUSES), "")
     status = exit_status(job.get("exit_code"))
     if status:
-        words += f", {status}"
+        message += f", {status}"
     # A host that could not launch it has it cancelled, as one does that knows another job of the
     # same id. Somebody else's scancel of a job that waits finds it without a host.
     is_withdrawn = "CANCELLED" in states and host is not None
-    return JobState("ended", cause, words, host, is_repeated=is_repeated, is_withdrawn=is_withdrawn)
+    return JobState(
+        "ended", cause, message, host, is_repeated=is_repeated, is_withdrawn=is_withdrawn
+    )
 
 
 def exit_status(value: Any) -> str:

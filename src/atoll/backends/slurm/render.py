@@ -154,14 +154,14 @@ def render_command(
         return list(command)
     mounts = [f"{folder}:{folder}", *options.container_mounts]
     if options.container == "pyxis":
-        words = ["srun", "--ntasks=1", "--export=ALL", f"--container-image={spec.image}"]
-        words.append(f"--container-mounts={','.join(mounts)}")
+        arguments = ["srun", "--ntasks=1", "--export=ALL", f"--container-image={spec.image}"]
+        arguments.append(f"--container-mounts={','.join(mounts)}")
         if workdir:
-            words.append(f"--container-workdir={workdir}")
-        return [*words, *command]
-    words = ["apptainer", "exec", *(["--nv"] if spec.resources.gpu_count else [])]
+            arguments.append(f"--container-workdir={workdir}")
+        return [*arguments, *command]
+    arguments = ["apptainer", "exec", *(["--nv"] if spec.resources.gpu_count else [])]
     for mount in mounts:
-        words += ["--bind", mount]
+        arguments += ["--bind", mount]
     if workdir:
-        words += ["--pwd", workdir]
-    return [*words, spec.image, *command]
+        arguments += ["--pwd", workdir]
+    return [*arguments, spec.image, *command]

@@ -35,12 +35,12 @@ def suffix() -> str:
 
 def rank_of(number: int, phase: RankPhase, **changes: Any) -> RankStatus:
     """As a cluster with a node for every rank shows it."""
-    place = NODE.format(number // 65_536, number // 256 % 256, number % 256)
+    record_store = NODE.format(number // 65_536, number // 256 % 256, number % 256)
     known = RankStatus(
         rank=number,
         phase=phase,
         pod_name=f"big-training-5f1c3b1e-{number}-{suffix()}",
-        node=place,
+        node=record_store,
         region="eu-west-1",
         attempt=int(BEGIN) + number // 100,
         started_at=BEGIN + SCATTER.randrange(60),

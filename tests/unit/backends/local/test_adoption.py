@@ -41,7 +41,7 @@ def test_purge_that_is_killed_before_it_deletes_is_finished_at_the_next_start(
 def test_tombstone_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / TRAINING.uid
     adoption.write_record(directory, TRAINING)
-    adoption.bury(directory)
+    adoption.mark_deleted(directory)
     monkeypatch.setattr(adoption.shutil, "rmtree", lambda *args, **options: None)
     adoption.delete(directory)
     assert [path.name for path in directory.iterdir()] == ["removed"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.backends.local.cgroup import FILE, members, place_for, remove
+from atoll.backends.local.cgroup import FILE, group_for, members, remove
 
 MOUNT = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw"
 
@@ -21,14 +21,14 @@ def machine(root: Path, *, mount: str = MOUNT, group: str = "0::/user/me") -> Pa
 
 def test_group_is_below_the_own_one(tmp_path: Path) -> None:
     expected = tmp_path / "sys/fs/cgroup/unified/user/me/atoll-abc.7.8."
-    assert place_for(Path("/state/ranks/abc"), "7.8.", machine(tmp_path)) == str(expected)
+    assert group_for(Path("/state/ranks/abc"), "7.8.", machine(tmp_path)) == str(expected)
 
 
 @pytest.mark.parametrize(
     "odd", [{"mount": ""}, {"group": ""}, {"group": "0::/../other"}, {"group": "0::/gone"}]
 )
 def test_there_is_none_where_none_may_be_made(tmp_path: Path, odd: dict[str, str]) -> None:
-    assert place_for(Path("/state/ranks/abc"), "7.8.", machine(tmp_path, **odd)) == ""
+    assert group_for(Path("/state/ranks/abc"), "7.8.", machine(tmp_path, **odd)) == ""
 
 
 def test_only_a_group_of_that_very_gang_is_believed(tmp_path: Path) -> None:

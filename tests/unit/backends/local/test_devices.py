@@ -53,8 +53,8 @@ def test_why_ranks_wait_is_told() -> None:
     share = DeviceShare(1, devices.ids)
     devices.assign("a", 1, share)
     words = "1 of 2 GPUs of here are in use, and each rank takes 1"
-    assert devices.in_words(share, "here", 2) == words
-    assert devices.in_words(share, "here", 8) == f"{words}: 8 ranks need 8"
+    assert devices.describe(share, "here", 2) == words
+    assert devices.describe(share, "here", 8) == f"{words}: 8 ranks need 8"
 
 
 def test_what_an_earlier_control_plane_gave_stays() -> None:

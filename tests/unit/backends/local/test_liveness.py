@@ -19,8 +19,8 @@ from atoll.backends.local.liveness import (
     HEARTBEAT_S,
     HUNG,
     HeartbeatMonitor,
-    Life,
     Pair,
+    ProcessState,
     ask_to_restore,
     pair_of,
     send,
@@ -34,7 +34,7 @@ class Listener:
     def __init__(self) -> None:
         self.now = 0.0
         self.pulse = HeartbeatMonitor(lambda: self.now)
-        self.pulse.hear(GROWN + HEARTBEAT)
+        self.pulse.receive(GROWN + HEARTBEAT)
         self.progress = 0
 
     def tick(self, seconds: float = HEARTBEAT_S, **state: bool) -> int | None:
@@ -43,7 +43,7 @@ class Listener:
 
     def pair(self, stopped: bool = False, waits: bool = True, runs: bool = False) -> Pair:
         self.progress += runs
-        life = Life(1, 1, stopped, waits, (str(self.progress),))
+        life = ProcessState(1, 1, stopped, waits, (str(self.progress),))
         return Pair(life, life)
 
     def answers(self, ticks: int, **state: bool) -> list[int | None]:
@@ -54,7 +54,7 @@ def test_pair_that_beats_is_not_looked_at() -> None:
     listener = Listener()
     for _ in range(100):
         assert listener.tick(stopped=True) is None
-        listener.pulse.hear(HEARTBEAT)
+        listener.pulse.receive(HEARTBEAT)
 
 
 def test_stopped_pair_goes_on_after_three_beats_and_is_ended_after_three_more() -> None:
@@ -65,7 +65,7 @@ def test_stopped_pair_goes_on_after_three_beats_and_is_ended_after_three_more() 
 def test_pair_that_goes_on_gets_the_same_help_the_next_time() -> None:
     listener = Listener()
     assert listener.answers(4, stopped=True)[-1] == signal.SIGCONT
-    listener.pulse.hear(HEARTBEAT)
+    listener.pulse.receive(HEARTBEAT)
     assert listener.answers(4, stopped=True) == [None] * 3 + [signal.SIGCONT]
 
 
@@ -99,7 +99,7 @@ def test_pair_of_the_release_before_never_beats_and_is_only_helped_when_stopped(
 
 
 def test_keeper_that_runs_deals_with_its_supervisor_itself() -> None:
-    stopped, running = Life(1, 1, True, True, ()), Life(2, 2, False, True, ())
+    stopped, running = ProcessState(1, 1, True, True, ()), ProcessState(2, 2, False, True, ())
     assert Pair(None, stopped).is_stopped
     assert Pair(stopped, None).is_stopped
     assert not Pair(running, stopped).is_stopped
@@ -109,17 +109,17 @@ def test_keeper_that_runs_deals_with_its_supervisor_itself() -> None:
 def test_signal_never_reaches_another_process_of_that_pid(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as bystander:
         start_ticks = processes.start_ticks(bystander.pid)
-        send(Life(bystander.pid, start_ticks - 1, True, True, ()), signal.SIGKILL)
+        send(ProcessState(bystander.pid, start_ticks - 1, True, True, ()), signal.SIGKILL)
         assert processes.is_running(bystander.pid, start_ticks)
         (tmp_path / "keeper").write_text(f"{bystander.pid} {start_ticks - 1}")
         assert pair_of(tmp_path) == Pair(None, None)
         (tmp_path / "keeper").write_text(f"{bystander.pid} {start_ticks}")
-        keeper = pair_of(tmp_path).keeper
-        assert keeper is not None
-        assert keeper.pid == bystander.pid
-        send(keeper, signal.SIGKILL)
+        watchdog = pair_of(tmp_path).watchdog
+        assert watchdog is not None
+        assert watchdog.pid == bystander.pid
+        send(watchdog, signal.SIGKILL)
         assert bystander.wait() == -signal.SIGKILL
-    send(Life(os.getpid(), 0, True, True, ()), signal.SIGKILL)
+    send(ProcessState(os.getpid(), 0, True, True, ()), signal.SIGKILL)
 
 
 NOBODY = 65534
@@ -161,7 +161,9 @@ def test_a_supervisor_that_has_only_just_begun_does_not_die_of_being_asked() -> 
         try:
             until(lambda: processes.catches(ready.pid, signal.SIGHUP))
             for each in (begun, ready):
-                ask_to_restore(Life(each.pid, processes.start_ticks(each.pid), False, True, ()))
+                ask_to_restore(
+                    ProcessState(each.pid, processes.start_ticks(each.pid), False, True, ())
+                )
             assert ready.stdout is not None
             assert ready.stdout.readline() == b"asked\n"
             assert begun.poll() is None

@@ -54,7 +54,7 @@ def test_a_sandbox_lives_and_ends_with_its_own_code(
         end = await boxes.end_of(other)
         assert end is not None
         assert (end.code, end.reason) == (7, "")
-        assert end.words == "Modal says failure, exit code 7"
+        assert end.detail == "Modal says failure, exit code 7"
 
     asyncio.run(run())
 

@@ -129,8 +129,8 @@ def test_logs_are_followed_and_stay_readable(uri: str) -> None:
             is_asked = iter([False, False, True])
             again = there.backend.logs(over, ranks=[1], follow=lambda: next(is_asked))
             assert [line.text async for line in again] == texts
-            place = lines[1].at  # type: ignore[attr-defined]
-            rest = there.backend.logs_after(over, {1: place}, ranks=[1])
+            record_store = lines[1].at  # type: ignore[attr-defined]
+            rest = there.backend.logs_after(over, {1: record_store}, ranks=[1])
             assert [line.text async for line in rest] == texts[2:]
 
     run(work)
@@ -159,7 +159,7 @@ def test_a_planned_hand_over_is_no_failure(
 ) -> None:
     """A sandbox lives for a day. The rank goes on in another, whatever its code, though no restart
     is allowed."""
-    monkeypatch.setattr("atoll.backends.modal.executor.planned_life_s", lambda *_: 3.0)
+    monkeypatch.setattr("atoll.backends.modal.executor.planned_lifetime_s", lambda *_: 3.0)
     script = (
         f"echo $ATOLL_ATTEMPT >> {tmp_path}/ran; trap 'exit 0' TERM; "
         f"while [ ! -e {tmp_path}/done ]; do sleep 0.05; done"

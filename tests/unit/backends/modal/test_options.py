@@ -28,7 +28,7 @@ GOOD = {
     "gpu": "H100",
     "cpu": 2.0,
     "memory": 4096,
-    "life_s": 3600,
+    "lifetime_s": 3600,
 }
 
 
@@ -78,8 +78,8 @@ def test_a_table_of_the_configuration_is_read() -> None:
         ({"gpu": "H1000"}, "gpu"),
         ({"cpu": 0.1}, "cpu"),
         ({"memory": 64}, "memory"),
-        ({"life_s": 86_401}, "life_s"),
-        ({"life_s": 5}, "life_s"),
+        ({"lifetime_s": 86_401}, "lifetime_s"),
+        ({"lifetime_s": 5}, "lifetime_s"),
         ({"creates": 0}, "creates"),
         ({"python": ""}, "python"),
     ],

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from atoll.backends.modal.options import MAX_LIFE_S, ModalOptions
-from atoll.backends.modal.render import WRAPPER, planned_life_s, prefix_of, render_sandbox
+from atoll.backends.modal.options import MAX_LIFETIME_S, ModalOptions
+from atoll.backends.modal.render import WRAPPER, planned_lifetime_s, prefix_of, render_sandbox
 from atoll.core.spec import RendezvousSpec, Resources, TrainingSpec, WorldSize
 from atoll.core.status import Training
 
@@ -35,7 +35,7 @@ CASES = {
     "everything": (
         replace(TRAINING, spec=replace(TRAINING.spec, image="other:2")),
         ModalOptions(
-            store="s3://bucket/all", image="train:1", python="python3.12", life_s=7200, cpu=2.0
+            store="s3://bucket/all", image="train:1", python="python3.12", lifetime_s=7200, cpu=2.0
         ),
     ),
 }
@@ -63,7 +63,7 @@ def test_a_sandbox_is_named_after_its_attempt_and_lives_as_long_as_modal_lets_it
     assert made.image == "img:1"
     assert made.command == ["python3", "-c", WRAPPER, "s3://bucket/records", "1", "3"]
     assert (made.gpu, made.cpu, made.memory) == ("H100:2", 1.5, 2048)
-    assert made.timeout_s == MAX_LIFE_S, "the client's own default is 300 s"
+    assert made.timeout_s == MAX_LIFETIME_S, "the client's own default is 300 s"
 
 
 def test_the_longest_name_fits() -> None:
@@ -72,5 +72,5 @@ def test_the_longest_name_fits() -> None:
 
 
 def test_a_rank_makes_room_before_its_sandbox_ends() -> None:
-    assert planned_life_s(ModalOptions(), 10.0) == MAX_LIFE_S - 70
-    assert planned_life_s(ModalOptions(life_s=100), 3600.0) == 50
+    assert planned_lifetime_s(ModalOptions(), 10.0) == MAX_LIFETIME_S - 70
+    assert planned_lifetime_s(ModalOptions(lifetime_s=100), 3600.0) == 50

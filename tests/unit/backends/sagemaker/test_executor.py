@@ -331,9 +331,9 @@ def test_one_question_answers_for_the_whole_gang(stand_in: SageMakerStandIn, uri
             await here.backend.list_jobs(made)
             assert stand_in.calls["ListTrainingJobs"] >= 1
             assert set(stand_in.calls) == {"ListTrainingJobs"}
-            here.backend.jobs.asked.clear()
+            here.backend.jobs.requested.clear()
             await here.backend.list_jobs(made)
-            assert here.backend.jobs.asked["list_training_jobs"] >= 1
+            assert here.backend.jobs.requested["list_training_jobs"] >= 1
             await here.change(made, cancel=True)
             await here.until_over(made)
 
@@ -359,7 +359,7 @@ def test_a_project_and_a_source_travel(
                 assert lines == [word]
             now = await here.store.get(made.key)
             await here.backend.purge(now)
-            assert here.backend.place_of(now).entries() == {}
+            assert here.backend.record_store_of(now).entries() == {}
             assert [line async for line in here.backend.logs(now)] == []
 
     play(body)

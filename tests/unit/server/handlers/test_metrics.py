@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.agent.metrics import Teller, batch_of
+from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
@@ -22,7 +22,9 @@ from atoll.store.memory import MemoryStore
 def test_what_nobody_has_read_yet_is_read_for_who_asks(tmp_path: Path) -> None:
     metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
     folder.mkdir()
-    lines = [batch_of(Teller(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0) for n in range(1, 41)]
+    lines = [
+        batch_of(MetricWriter(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0) for n in range(1, 41)
+    ]
     (folder / "0.1.0.a.000000").write_bytes(b"".join(lines))
     Collector(metric_store, lambda _: folder.as_uri())  # it is between two of its looks
     spec = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))
