@@ -26,7 +26,7 @@ from typing import Any
 
 import atoll
 from atoll.backends.local import processes
-from atoll.backends.local.adoption import mark_deleted, delete, is_buried, read_record, write_record
+from atoll.backends.local.adoption import delete, is_buried, mark_deleted, read_record, write_record
 from atoll.backends.local.executor import LocalBackend
 from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
