@@ -29,7 +29,7 @@ def test_ctrl_c_while_the_command_is_loaded_is_one_line(
 
 def test_ctrl_c_of_a_detached_run_says_where_to_look(atoll: Any, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "base64.py").write_text(INTERRUPTING)
+    (tmp_path / "first" / "selectors.py").write_text(INTERRUPTING)
     path = f"{tmp_path / 'first'}:{atoll.env['PYTHONPATH']}"
     done = atoll("run", "-d", "--", "true", PYTHONPATH=path)
     assert done.returncode == 130

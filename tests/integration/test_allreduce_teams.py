@@ -77,7 +77,7 @@ def test_what_one_process_cannot_send_is_an_error_of_all_before_anything_is_uplo
 
     run_threads(*(lambda team=team: go(team) for team in thread_team(2)))
     assert len(errors) == 2
-    assert not ObjectStore(store, "m").find("run/up")
+    assert not ObjectStore(store, "m").list("run/up")
 
 
 def killed_run(seed: int, rounds: int) -> int:

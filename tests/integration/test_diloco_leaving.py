@@ -132,7 +132,7 @@ def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
     store = ObjectStore.open(tmp_path.as_uri())
 
     def uploads() -> list[UploadName]:
-        names = [parse_upload(blob.key, blob.size) for blob in store.find("run/up")]
+        names = [parse_upload(blob.key, blob.size) for blob in store.list("run/up")]
         return [name for name in names if name is not None]
 
     with DiLoCo(
@@ -161,7 +161,7 @@ def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
         assert diloco.leaving
         diloco.sync()
     assert sorted(name.note == COMPLETE for name in uploads()) == [False, True]
-    assert [blob.key for blob in store.find("run/up/left")] == ["run/up/left/launch/00000.left"]
+    assert [blob.key for blob in store.list("run/up/left")] == ["run/up/left/launch/00000.left"]
 
 
 def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Pat
         model = net(0)
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         if rank == 1:  # it comes when the other one has looked for it
-            while not store.find("run/up/00000000"):
+            while not store.list("run/up/00000000"):
                 pass
-            store.find("run/up")
+            store.list("run/up")
         with DiLoCo(
             model,
             inner,

@@ -93,7 +93,7 @@ class Replica:
         train(self.model, self.inner, times)
 
     def is_where_the_run_is(self) -> bool:
-        newest = Replica(self.blobs._store, 0)
+        newest = Replica(self.blobs._reader, 0)
         with newest.loop:
             ours, theirs = self.loop.global_parameters(), newest.loop.global_parameters()
         is_same = all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)

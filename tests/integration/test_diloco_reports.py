@@ -62,11 +62,11 @@ def test_what_replicas_tell_equals_the_manifests(
     assert len(retained) == 3 * fragments
     blobs = ObjectStore.open(uri)
     for folder in blobs.list_folders():
-        for known in RunReader(blobs, folder).look().rounds:
+        for known in RunReader(blobs, folder).observe().rounds:
             key = known.fragment, known.round
-            is_reported = retained[key].is_reported
-            assert is_reported is not None
-            assert msgspec.structs.replace(is_reported, at=known.at) == msgspec.structs.replace(
+            reported = retained[key].reported
+            assert reported is not None
+            assert msgspec.structs.replace(reported, at=known.at) == msgspec.structs.replace(
                 known, sizes=[], late=[]
             )
             assert not with_observed(retained[key], known).differs

@@ -109,7 +109,7 @@ def test_a_copy_of_another_optimiser_is_left_alone_and_told(tmp_path: Path) -> N
 def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     life(str(tmp_path), 10)
     store = ObjectStore.open(str(tmp_path))
-    keys = [blob.key for blob in store.find("exp/inner")]
+    keys = [blob.key for blob in store.list("exp/inner")]
     assert len(keys) == 2
     store.put(keys[-1], bytes(store.get(keys[-1])[:-9]))
     assert life(str(tmp_path), 0)["began"][1] < 10
@@ -123,7 +123,7 @@ def test_copies_are_few(tmp_path: Path) -> None:
     ) as diloco:
         diloco.checkpoint(inner=True)
         train(model, inner, 12)
-        copies = ObjectStore.open(str(tmp_path)).find("run/inner")
+        copies = ObjectStore.open(str(tmp_path)).list("run/inner")
         assert len(copies) == 2
     assert "00000006.000000000012" in copies[-1].key
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
                 diloco.checkpoint(inner=True, extras=extras)  # type: ignore[arg-type]
         with pytest.raises(ValidationError, match="extras.*inner=True"):
             diloco.checkpoint(extras={"a": 1})
-    assert ObjectStore.open(str(tmp_path)).find("run/inner") == []
+    assert ObjectStore.open(str(tmp_path)).list("run/inner") == []
 
 
 def test_a_checkpoint_at_any_time_is_one_of_the_last_round(tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_a_checkpoint_at_any_time_is_one_of_the_last_round(tmp_path: Path) -> No
     store = ObjectStore.open(str(tmp_path))
     with DiLoCo(model, inner, sync_every=5, uri=str(tmp_path), rank=0, world_size=1) as diloco:
         train(model, inner, 17)
-        assert [each.key for each in store.find("run/checkpoint")] == ["run/checkpoint/00000001"]
+        assert [each.key for each in store.list("run/checkpoint")] == ["run/checkpoint/00000001"]
         diloco.checkpoint()
-        assert [each.key[-8:] for each in store.find("run/checkpoint")] == ["00000001", "00000003"]
+        assert [each.key[-8:] for each in store.list("run/checkpoint")] == ["00000001", "00000003"]
         values = diloco.global_parameters()
     model = net()
     with DiLoCo(

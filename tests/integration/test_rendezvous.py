@@ -84,7 +84,7 @@ def test_a_rank_that_is_restarted_or_added_meets_the_others_at_the_same_port(
             await here.scale(training, 2)
             assert len({e["MASTER_PORT"] for e in await here.environments(training, 2)}) == 1
             gang = here.executor._gang(training)
-            os.kill(gang.state.attempts[0].pid, signal.SIGKILL)
+            os.kill(gang.facts.current(0).pid, signal.SIGKILL)
             again = await here.environments(training, 3)
             assert {e["MASTER_PORT"] for e in again} == {first["MASTER_PORT"]}
             (tmp_path / "go").touch()

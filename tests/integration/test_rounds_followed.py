@@ -40,7 +40,7 @@ def follow(rounds: int, number: int) -> None:
     def check(reader: RunReader) -> None:
         is_all = False
         while not is_all:
-            matches = reader.look()
+            matches = reader.observe()
             for facts in matches.rounds:
                 retained[facts.round] = with_observed(
                     retained.get(facts.round, StoredRound()), facts

@@ -210,8 +210,8 @@ def test_a_replica_that_comes_later_ends_with_the_same_bits() -> None:
         deadline = time.monotonic() + 60
         while (
             step == 6
-            and any(blob.key.endswith("/0000000006") for blob in store.find("run.torchft"))
-            and not any("/00000006/00001." in blob.key for blob in store.find("run.torchft-0/up"))
+            and any(blob.key.endswith("/0000000006") for blob in store.list("run.torchft"))
+            and not any("/00000006/00001." in blob.key for blob in store.list("run.torchft-0/up"))
         ):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -341,7 +342,7 @@ class DistributedTraining:
         """
         position = self._position(rank, tail, follow, since, search, ignore_case)
         lines = logs.lines(self._client.wire, position)
-        return lines if follow else html.HtmlList(lines, html.lines_html)
+        return self._renew_after(lines) if follow else html.HtmlList(lines, html.lines_html)
 
     @overload
     async def logs_async(
@@ -378,15 +379,19 @@ class DistributedTraining:
         position = self._position(rank, tail, follow, since, search, ignore_case)
         lines = logs.alines(self._client.wire, position)
         if follow:
-            return lines
+            return self._renew_after_async(lines)
         return html.HtmlList([line async for line in lines], html.lines_html)
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, LogPosition(self._ref, ranks, None, True))
+        return self._renew_after(
+            logs.lines(self._client.wire, LogPosition(self._ref, ranks, None, True))
+        )
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, LogPosition(self._ref, ranks, None, True))
+        return self._renew_after_async(
+            logs.alines(self._client.wire, LogPosition(self._ref, ranks, None, True))
+        )
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
@@ -451,6 +456,16 @@ class DistributedTraining:
             if self._is_deleted:
                 return self.last
             raise
+
+    # A log that is followed to its end shows that the training has changed since the snapshot.
+    def _renew_after(self, lines: Iterator[LogLine]) -> Iterator[LogLine]:
+        yield from lines
+        self._read_at = -math.inf
+
+    async def _renew_after_async(self, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
+        async for line in lines:
+            yield line
+        self._read_at = -math.inf
 
     def _keep(self, training: Training) -> Training:
         self.last, self._read_at = training, time.monotonic()
