@@ -12,6 +12,17 @@ import pytest
 from tests.e2e.conftest import ATOLL, is_alive
 
 INTERRUPTING = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+# Interrupts when the client's part of atoll is imported, which a control plane never does.
+INTERRUPTING_CLIENT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "atoll.sdk.training":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
 
 
 @pytest.mark.parametrize("module", ["click", "msgspec"])
@@ -29,7 +40,7 @@ def test_ctrl_c_while_the_command_is_loaded_is_one_line(
 
 def test_ctrl_c_of_a_detached_run_says_where_to_look(atoll: Any, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "selectors.py").write_text(INTERRUPTING)
+    (tmp_path / "first" / "sitecustomize.py").write_text(INTERRUPTING_CLIENT)
     path = f"{tmp_path / 'first'}:{atoll.env['PYTHONPATH']}"
     done = atoll("run", "-d", "--", "true", PYTHONPATH=path)
     assert done.returncode == 130

@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ class UserPlane:
             check_writable(self._where)
             with _only_one(self._where):
                 if read_announcement(self._where) is None:
-                    start(self._where)
+                    start_or_join(self._where)
         except OSError as error:
             raise Permanent(
                 f"cannot keep state in {self._where}: {error.strerror}; set ATOLL_STATE_DIR"
@@ -250,6 +251,32 @@ def start(where: Path, *, is_owned: bool = False) -> PlaneProcess:
     if not is_owned:
         _reap(process)
     return PlaneProcess(process, json.loads(line)["url"])
+
+
+def start_or_join(where: Path) -> None:
+    """Start a server unless one is on its way: a command that was interrupted may have begun it."""
+    try:
+        start(where)
+    except Permanent:
+        deadline = time.monotonic() + START_S
+        while read_announcement(where) is None:
+            if not _is_store_in_use(where) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)  # a server takes a few tenths of a second to answer
+
+
+def _is_store_in_use(where: Path) -> bool:
+    try:
+        lock = os.open(where / "atoll.db.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _environment() -> dict[str, str]:
