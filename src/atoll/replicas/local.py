@@ -26,7 +26,13 @@ from typing import Any
 
 import atoll
 from atoll.backends.local import processes
-from atoll.backends.local.adoption import delete, is_buried, mark_deleted, read_record, write_record
+from atoll.backends.local.adoption import (
+    delete,
+    is_marked_deleted,
+    mark_deleted,
+    read_record,
+    write_record,
+)
 from atoll.backends.local.executor import LocalBackend
 from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
@@ -195,7 +201,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
     async def find(self, job_name: str, uid: str | None) -> Training | None:
         for directory in self._candidates(uid):
             with contextlib.suppress(Permanent):
-                record = None if is_buried(directory) else read_record(directory)
+                record = None if is_marked_deleted(directory) else read_record(directory)
                 if record is not None and record.name == job_name:
                     return record if self._is_followable(directory, record) else None
         return None

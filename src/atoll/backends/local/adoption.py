@@ -57,7 +57,7 @@ def mark_deleted(directory: Path) -> None:
         _write(directory / TOMBSTONE, b"")
 
 
-def is_buried(directory: Path) -> bool:
+def is_marked_deleted(directory: Path) -> bool:
     return (directory / TOMBSTONE).exists()
 
 

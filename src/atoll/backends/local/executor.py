@@ -31,7 +31,7 @@ from atoll.backends.local.adoption import (
     adopt,
     catch_up,
     delete,
-    is_buried,
+    is_marked_deleted,
     mark_deleted,
     quarantine,
     write_record,
@@ -244,7 +244,7 @@ class LocalBackend(Executor):
         for directory in self._directories():
             gang = SupervisorClient(directory, lambda: None)
             try:
-                if is_buried(directory):
+                if is_marked_deleted(directory):
                     await self._delete(gang)
                 elif directory.name not in uids:
                     await adopt(directory, store)
@@ -412,7 +412,7 @@ class LocalBackend(Executor):
         await self._bench.stop(training.uid)
         async with gang.turn:
             rendezvous = gang.gang().get("rendezvous", {})
-            if gang.is_requested() and not is_buried(gang.directory):
+            if gang.is_requested() and not is_marked_deleted(gang.directory):
                 write_record(gang.directory, training, self._reserve)
             status = training.status
             await gang.clear(has_run=status.desired is not None and not status.is_released)

@@ -49,7 +49,7 @@ from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
     kill_descendants,
-    mark_deleted,
+    kill_orphans,
     mark_of,
     watchdog_output,
     write_mark,
@@ -119,7 +119,7 @@ class Supervisor:
         left = self._journal.facts.running()
         if left or is_heir:
             ends = {a.rank: self._recorded_end_of(a) for a in left}
-            mark_deleted(left, self._directory, self._directory.name)
+            kill_orphans(left, self._directory, self._directory.name)
             lost = [lost_record(self._directory, a, {}, ends[a.rank]) for a in left]
             append_persistently(self._journal, lost)
             cgroup.remove(self._directory)

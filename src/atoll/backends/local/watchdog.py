@@ -182,7 +182,7 @@ def kill_descendants() -> dict[int, int]:
         ended[pid] = status
 
 
-def mark_deleted(left: Sequence[AttemptFacts], directory: Path, uid: str) -> None:
+def kill_orphans(left: Sequence[AttemptFacts], directory: Path, uid: str) -> None:
     """Kills ranks without a supervisor and all they started; returns when all of it is gone."""
     while True:
         marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
