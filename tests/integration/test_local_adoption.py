@@ -212,7 +212,7 @@ def test_gang_without_a_sound_record_is_set_aside(
     assert plane.call("names") == []
     assert pids(plane, training) == before
     assert f"{directory}/removed" in said(plane)
-    assert [str(directory) in text for text in plane.call("set_aside")] == [True]
+    assert [str(directory) in text for text in plane.call("quarantine")] == [True]
     (directory / "removed").touch()  # as that line says
     plane.restart()
     wait_for(lambda: not plane.left())
@@ -228,7 +228,7 @@ def test_gang_whose_name_is_taken_is_set_aside(plane: ControlPlane, tmp_path: Pa
     record.write_text(record.read_text().replace(f'"{second.name}"', f'"{first.name}"'))
     plane.start()
     assert plane.call("names") == [first.name]
-    assert "exists" in plane.call("set_aside")[0]
+    assert "exists" in plane.call("quarantine")[0]
     assert [pids(plane, training) for training in (first, second)] == before
 
 
@@ -244,7 +244,7 @@ def test_training_that_may_have_run_is_not_started_again(
     record.write_text(json.dumps(values))
     plane.start()
     assert plane.call("names") == []
-    assert "may have run already" in plane.call("set_aside")[0]
+    assert "may have run already" in plane.call("quarantine")[0]
     assert (tmp_path / "ran").read_text().split() == ["ran"]
 
 

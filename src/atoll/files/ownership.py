@@ -68,8 +68,8 @@ def check_directory(where: Path) -> None:
         info = where.stat() if where.exists() else None
     except OSError as error:
         raise Permanent(f"cannot use {where}: {error.strerror}: {REMEDY}") from error
-    for location, info in steps:
-        if location != itself and (fault := _fault(location, info)):
+    for location, step in steps:
+        if location != itself and (fault := _fault(location, step)):
             raise Permanent(
                 f"{where} is not used: {fault}, and so can put another directory there, whose "
                 f"commands would run as you: {REMEDY}"

@@ -27,7 +27,7 @@ CHUNK_BYTES = 65_536
 PIPE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20  # a larger one is not made
 MAX_BYTES = 16 << 20  # of what could not be uploaded yet; older lines are dropped
-OFTEN, OFTEN_S, MAX_POLL_S = 20, 0.5, 3.0  # so many pieces soon after they were written
+OFTEN, OFTEN_S, LATER_S = 20, 0.5, 3.0  # so many pieces soon after they were written
 CLOSE_S = 30.0
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
 POLL_S, MAX_POLL_S, GROWTH = 0.2, 2.0, 1.3
@@ -134,7 +134,7 @@ class UploadedLog:
             with self._news:
                 self._news.wait_for(
                     lambda: self._is_over or self._size >= PIECE_BYTES,
-                    self._often_s if count < OFTEN else MAX_POLL_S,
+                    self._often_s if count < OFTEN else LATER_S,
                 )
 
     def _next(self) -> tuple[str, bytes] | None:
