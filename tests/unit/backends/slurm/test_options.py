@@ -39,7 +39,7 @@ from atoll.core.spec import (
         ({"prologue": ["a\nb"]}, "prologue[0]"),
         ({"container": "docker"}, "container"),
         ({"container_mounts": ["/a:/a"]}, "container_mounts"),
-        ({"silent_s": 0.1}, "silent_s"),
+        ({"heartbeat_timeout_s": 0.1}, "heartbeat_timeout_s"),
         ({"array_size": 0}, "array_size"),
         ({"partiton": "main"}, "partiton"),
     ],
