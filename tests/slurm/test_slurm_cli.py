@@ -25,7 +25,8 @@ class Shell:
         self.toml.parent.mkdir(parents=True)
         self.toml.write_text(
             f'[executors.lab]\nkind = "slurm"\nfolder = "{folder}/shared"\n'
-            f'conf = "{cluster.conf}"\nsilent_s = 4.0\nprologue = ["export LOADED=yes"]\n'
+            f'conf = "{cluster.conf}"\nheartbeat_timeout_s = 4.0\n'
+            'prologue = ["export LOADED=yes"]\n'
         )
         self.env = {**os.environ, "ATOLL_STATE_DIR": str(folder / "state"), "HOME": str(folder)}
         for name in ("ATOLL_URL", "ATOLL_TOKEN", "ATOLL_CONFIG", "SLURM_CONF", "XDG_CONFIG_HOME"):
