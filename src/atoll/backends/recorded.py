@@ -1,7 +1,8 @@
 """The executor of every backend whose ranks keep their own records.
 
 A backend adds three verbs, start, list and stop, and says where the records are. Everything else is
-here: wishes, restarts, the start gate, ends that nobody could write, adoption by another process.
+here: desired state, restarts, the start gate, ends that nobody could write, adoption by
+another process.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ class RoundFacts(Model, frozen=True):
     """What the manifest of a round says.
 
     `missing`: ranks that were waited for and did not come; `blamed`: whose upload could not be
-    used; `late`: who uploaded after the manifest was decided; `bad`: members whose movement was not
-    finite, so that it does not count; `gone`: members that handed in and left.
+    used; `late`: who uploaded after the manifest was decided; `bad`: members whose
+    pseudo-gradient was not finite, so that it does not count; `gone`: members that uploaded and
+    left.
     """
 
     run: str
@@ -184,7 +185,7 @@ class RankRounds(Model, frozen=True, omit_defaults=False):
 class RoundSummary(Model, frozen=True, omit_defaults=False):
     """How far a run is. `behind`: who was not in the newest round though it was waited for, or
     came late. `waited_for`: who has not uploaded to the round that is open. `ranks`: who took part
-    in any round; `gone`: who handed in and left."""
+    in any round; `gone`: who uploaded and left."""
 
     run: str
     source: Source
@@ -357,7 +358,7 @@ def summary_of(
     gone: Iterable[int] = (),
 ) -> RoundSummary | None:
     """`newest`: the newest round of each fragment; `left`: ranks that have left, and how; `gone`:
-    those that handed in before that."""
+    those that uploaded before that."""
     known = [(each, facts) for each in newest if (facts := each.facts) is not None]
     if not known and not waiting:
         return None

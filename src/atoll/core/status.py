@@ -477,7 +477,7 @@ class ObservedRounds(Model, frozen=True):
     newest: int = -1  # round
     recent_since: float | None = None  # when the first of the newest few rounds was decided
     last: dict[int, int] = {}  # by rank: the newest round that it was in
-    gone: list[int] = []  # ranks that handed in and left
+    gone: list[int] = []  # ranks that uploaded and left
     bad: dict[int, int] = {}  # by rank: the first round in which its part was not finite
     warnings: list[str] = []  # what replicas said, in sentences
 

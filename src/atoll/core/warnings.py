@@ -1,7 +1,7 @@
 """Warnings of a training: what its ranks and its outer rounds show to be wrong with it. Pure.
 
 A warning is a fact that stays true, so it is never taken back: `status.warnings` only grows. Its
-text is the same however often it is found, so that it is told once.
+text is the same however often it is found, so that it is reported once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from atoll.core.status import ObservedRounds, RankStatus, Training
 WARNED = "TrainingWarning"  # reason of the events and of the condition
 CONDITION = "Warnings"
 MAX_WARNINGS = 20  # of a training: more say nothing new, and a status is bounded
-ABSENT_ROUNDS = 10  # in a row without a rank that runs, before that is told
+ABSENT_ROUNDS = 10  # in a row without a rank that runs, before that is reported
 
 
 def merge_warnings(known: Sequence[str], warnings: Iterable[str]) -> list[str]:

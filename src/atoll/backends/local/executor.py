@@ -1,9 +1,9 @@
-"""The executor for this machine: ranks are processes, and each training has its own shim.
+"""The executor for this machine: ranks are processes, and each training has its own supervisor.
 
-The shim's journal is the truth: the executor reads it, hands wishes to the shim and passes on that
-something changed. Ranks share CPU and memory of the machine; GPUs they have for themselves. `slots`
-limits how many ranks may run at once; `backends/local/queue.py` has the order in which
-trainings get them.
+The supervisor's journal is the truth: the executor reads it, hands the desired state to the
+supervisor and passes on that something changed. Ranks share CPU and memory of the machine; GPUs
+they have for themselves. `slots` limits how many ranks may run at once; `backends/local/queue.py`
+has the order in which trainings get them.
 """
 
 from __future__ import annotations
