@@ -1,18 +1,29 @@
 PY := .venv/bin/python
-PIP := $(PY) -m pip install -q --disable-pip-version-check
 .PHONY: check test tools packages slurm conformance integrations docs demo bench soak clean
 
-# Versions that passed are installed, in builds too; with `LOCK=` the newest that are allowed, which
-# `python -m tools.lock` keeps when they have passed.
+# $(call install,LOCK,ENVIRONMENT): versions that passed, in builds too; with `LOCK=` the newest that
+# are allowed, which `python -m tools.lock` keeps when they have passed. Nothing is compiled that is
+# never imported: of torch alone that is ten seconds; so whatever runs here keeps what it compiles.
 LOCK := tools/locks
-locked = $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)/$(1).txt PIP_BUILD_CONSTRAINT=$(LOCK)/$(1).txt)
+install = $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)/$(1).txt PIP_BUILD_CONSTRAINT=$(LOCK)/$(1).txt) \
+	$(2)/bin/python -m pip install -q --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
-# The stamp makes set-up run once, and again when what it installs changes. torch comes first, as
-# exactly this version: anything that asks for a range would fetch gigabytes of CUDA.
-.venv/.ready: pyproject.toml tools/locks/dev.txt
+# A stamp makes a set-up run once, and again when what it installs changes: `.base` has what a user
+# installs, `.ready` what tests need beside it. torch comes first, as exactly this version: anything
+# that asks for a range would fetch gigabytes of CUDA.
+TORCH := "torch==2.13.0"
+.venv/.base: pyproject.toml tools/locks/dev.txt
 	python3 -m venv .venv
-	$(call locked,dev) $(PIP) "torch==2.13.0"
-	$(call locked,dev) $(PIP) -e ".[dev]"
+	$(call install,dev,.venv) $(TORCH)
+	$(call install,dev,.venv) -e ".[torch]"
+	touch $@
+
+# All workers of the tests would compile the same at once: all cores do it before, once. Templates of
+# some package are no Python, which does not matter.
+.venv/.ready: .venv/.base
+	$(call install,dev,.venv) -e ".[dev]"
+	$(PY) -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 # The dashboard's own scripts and styles; `.oxfmtrc.json` leaves out the library among them.
@@ -25,6 +36,7 @@ check: .venv/.ready
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+# More workers than cores: tests wait more than they compute.
 test: .venv/.ready tools
 	$(PY) -m pytest -n 4 --dist worksteal -m "not soak and not slurm"
 
@@ -50,10 +62,9 @@ INTEGRATIONS := .venv-integrations/bin/python
 .venv-integrations/.ready: pyproject.toml tests/integrations/requirements.txt \
 		tools/locks/integrations.txt
 	python3 -m venv .venv-integrations
-	$(call locked,integrations) $(INTEGRATIONS) -m pip install -q --disable-pip-version-check \
-		"torch==2.13.0"
-	$(call locked,integrations) $(INTEGRATIONS) -m pip install -q --disable-pip-version-check \
-		-e ".[store]" -r tests/integrations/requirements.txt
+	$(call install,integrations,.venv-integrations) $(TORCH)
+	$(call install,integrations,.venv-integrations) -e ".[store]" \
+		-r tests/integrations/requirements.txt
 	touch $@
 
 integrations: .venv-integrations/.ready
@@ -62,7 +73,7 @@ integrations: .venv-integrations/.ready
 # The pages as a site in dist/docs, to be opened from disk; every link is checked.
 .venv-docs/.ready: tools/requirements-docs.txt tools/locks/docs.txt
 	python3 -m venv .venv-docs
-	$(call locked,docs) .venv-docs/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(call install,docs,.venv-docs) -r $<
 	touch $@
 
 docs: .venv-docs/.ready
@@ -70,7 +81,7 @@ docs: .venv-docs/.ready
 	@echo "open dist/docs/index.html"
 
 # A training that loses a rank, gets it back, and grows while it runs.
-demo: .venv/.ready
+demo: .venv/.base
 	$(PY) examples/demo.py
 
 # Figures beside their peers, into bench/results/. One after another: they must not disturb

@@ -55,7 +55,7 @@ def ours(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: in
             assert report is not None
             assert len(report.members) == size, report
             used = (report.bytes_up + report.bytes_down, report.requests)
-            stages = report.seconds | {"cpu": time.process_time() - cpu}
+            stages = {"total": report.seconds, "cpu": time.process_time() - cpu}
             out.append((began, time.time(), *used, stages))
     return out
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atoll.diloco.codecs import CODECS, Codec
+from atoll.diloco.codecs import CODECS, Codec, get_codec
 
 SIZE = 1 << 21
 RUNS = 3
@@ -50,8 +50,7 @@ def main() -> None:
         "heavy tails": dice.standard_t(4, SIZE).astype(np.float32) * 1e-3,
     }
     matches = {
-        kind: {name: measure(codec, row) for name, codec in CODECS.items()}
-        for kind, row in rows.items()
+        kind: {name: measure(get_codec(name), row) for name in CODECS} for kind, row in rows.items()
     }
     for kind, codecs in matches.items():
         print(f"{kind}: bits a value, relative error, MB/s of fp32 encoded, decoded, both")

@@ -96,15 +96,15 @@ class Bench:
         }
 
     def orphans(self) -> Result:
-        """SIGKILL of shim and control plane at once: ranks left 5 s later, 20 times."""
-        clean = {"supervisor": 0, "keeper and supervisor": 0}
+        """SIGKILL of supervisor and control plane at once: ranks left 5 s later, 20 times."""
+        clean = {"supervisor": 0, "watchdog and supervisor": 0}
         worst_s = 0.0
         for who in clean:
             with self.plane(f"orphans-{len(who)}") as plane:
                 for _ in range(20):
                     training = started(plane, SLEEP)
-                    keeper, supervisor = plane.shim_pids(training)
-                    pids = [plane.pid, supervisor, *([keeper] if "keeper" in who else [])]
+                    watchdog, supervisor = plane.supervision_pids(training)
+                    pids = [plane.pid, supervisor, *([watchdog] if "watchdog" in who else [])]
                     took = timed(kill_together, pids, gone, plane)
                     plane.reap()
                     clean[who] += not plane.left_pids()

@@ -89,7 +89,7 @@ def run(seed: int, kills: int) -> dict[str, Any]:
             min_replicas=1,
             grace_s=5.0,
         )
-        for count, batch in enumerate(diloco.shard(SAMPLES, seed=seed, batch=BATCH)):
+        for count, batch in enumerate(diloco.data(SAMPLES, seed=seed, batch=BATCH)):
             if count == deadline:
                 raise Killed  # nothing is closed, as after SIGKILL
             loss_of(model, train[batch]).backward()

@@ -34,10 +34,11 @@ sys.path.insert(0, str(ROOT / "examples"))
 from diloco_gpt import GPT, Text, validate  # noqa: E402
 
 from atoll.diloco import DiLoCo, RoundReport  # noqa: E402
-from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport  # noqa: E402
+from atoll.diloco.allreduce import AllReduceReport, ObjectStoreAllReduce  # noqa: E402
 from atoll.diloco.codecs import Codec, get_codec  # noqa: E402
 from atoll.diloco.estimate import estimate  # noqa: E402
-from atoll.diloco.outer import Fragment, split  # noqa: E402
+from atoll.diloco.model import ModelFragment, split  # noqa: E402
+from atoll.diloco.outer import Floats, OuterConfig, OuterRows  # noqa: E402
 from atoll.objectstore import ObjectStore  # noqa: E402
 
 SEEDS = tuple(map(int, os.environ.get("SEEDS", "0 1 2").split()))
@@ -90,8 +91,9 @@ def train(codec: str, seed: int) -> dict[str, Any]:
     text = Text(MODEL["context"])
     base = GPT(**MODEL)
     shapes = [(name, tuple(value.shape)) for name, value in base.named_parameters()]
-    (fragment,) = split(shapes, 1, **OUTER)
-    fragment.values[:] = np.concatenate(
+    (fragment,) = split(shapes, 1)
+    outer = OuterRows(fragment.size, OuterConfig(OUTER["lr"], OUTER["beta"]))
+    outer.values[:] = np.concatenate(
         [value.detach().numpy().reshape(-1) for _, value in base.named_parameters()]
     )
     stacked = {name: torch.nn.Parameter(torch.empty(REPLICAS, *shape)) for name, shape in shapes}
@@ -104,10 +106,10 @@ def train(codec: str, seed: int) -> dict[str, Any]:
     losses = torch.func.vmap(loss)
     dice = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(REPLICAS)]
     up, _, down = codec.partition("+")
-    exchange = Exchange(get_codec(up), get_codec(down or up), REPLICAS, fragment.values.size)
+    exchange = Exchange(get_codec(up), get_codec(down or up), REPLICAS, fragment.size)
     curve = []
     for outer_round in range(ROUNDS):
-        take(fragment, stacked)
+        take(fragment, outer.values, stacked)
         # To a twentieth at the end: what is left then is the codec's doing, not the batches'.
         inner.param_groups[0]["lr"] = INNER_LR * (1 - 0.95 * outer_round / ROUNDS)
         for _ in range(SYNC_EVERY):
@@ -117,18 +119,22 @@ def train(codec: str, seed: int) -> dict[str, Any]:
             inner.step()
             inner.zero_grad()
         rows = [value.detach().reshape(REPLICAS, -1) for value in stacked.values()]
-        fragment.step(exchange.mean(fragment.values - torch.cat(rows, 1).numpy()))
+        mean = exchange.mean(outer.values - torch.cat(rows, 1).numpy())
+        outer.step(outer_round, 0, mean)
         if (outer_round + 1) % 20 == 0:
-            take(fragment, dict(base.named_parameters()))
+            take(fragment, outer.values, dict(base.named_parameters()))
             curve.append(round(validate(base, text, 2048), 4))
             print(f"  {codec} seed {seed} round {outer_round + 1}: {curve[-1]}", flush=True)
     return {"loss": curve[-1], "curve": curve, "bits": statistics.median(exchange.bits)}
 
 
 @torch.no_grad()
-def take(fragment: Fragment, parameters: dict[str, torch.nn.Parameter]) -> None:
-    for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
-        parameters[slot.name].copy_(torch.from_numpy(row))
+def take(
+    fragment: ModelFragment, values: Floats, parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    for span in fragment.spans:
+        row = values[span.start : span.stop].reshape(span.shape)
+        parameters[span.name].copy_(torch.from_numpy(row))
 
 
 def quality() -> dict[str, object]:
@@ -168,7 +174,7 @@ def bits() -> dict[str, object]:
     for codec in ("fp32", "int8", "e3m0", "int4"):
         uri = f"memory:///{uuid.uuid4()}"
 
-        def replica(rank: int, codec: str = codec, uri: str = uri) -> ReduceReport:
+        def replica(rank: int, codec: str = codec, uri: str = uri) -> AllReduceReport:
             dice = np.random.default_rng(rank)
             with ObjectStoreAllReduce(
                 uri, rank, REPLICAS, min_replicas=REPLICAS, codec=codec

@@ -26,8 +26,8 @@ from atoll.server.app import create_app
 from atoll.server.http.auth import hash_token
 from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
+from atoll.store.database import SQLiteTokens
 from atoll.store.sqlite import SQLiteStore
-from atoll.store.tokens import SQLiteTokens
 
 RESULTS = Path(__file__).parent / "results" / "history.json"
 FEW, MANY = 10, 10_000

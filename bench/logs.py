@@ -35,7 +35,7 @@ def write(folder: Path, chunk: bytes, count: int, *, is_timed: bool) -> None:
     if not is_timed:
         segments.LogWriter._stamp = lambda self: None  # type: ignore[method-assign]
     try:
-        log = segments.LogWriter(folder, kept_bytes=2**40)
+        log = segments.LogWriter(folder, max_bytes=2**40)
         for _ in range(count):
             log.write(chunk)
         log.close()

@@ -188,7 +188,10 @@ def replica(
             else:
                 assert ours.last_round is not None
                 assert len(ours.last_round.members) == size, ours.last_round
-                stages = {**ours.last_round.seconds, "requests": ours.last_round.requests}
+                stages = {
+                    "total": ours.last_round.seconds,
+                    "requests": ours.last_round.requests,
+                }
             pipe.send((began, ended, used, stages))
 
 

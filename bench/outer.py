@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from diloco_gpt import GPT, Text, validate  # noqa: E402
 
-from atoll.diloco.outer import Fragment, split  # noqa: E402
+from atoll.diloco.model import ModelFragment, split  # noqa: E402
+from atoll.diloco.outer import Floats, OuterConfig, OuterRows  # noqa: E402
 
 SEEDS = (0, 1, 2)
 
@@ -95,9 +96,10 @@ def diloco(setting: Setting, seed: int, text: Text, lr: float, beta: float | str
     torch.manual_seed(seed)
     base, count = gpt(setting), setting.replicas
     shapes = [(name, tuple(value.shape)) for name, value in base.named_parameters()]
-    (fragment,) = split(shapes, 1, lr, momentum(beta, 0))
+    (fragment,) = split(shapes, 1)
+    outer = OuterRows(fragment.size, OuterConfig(lr, momentum(beta, 0)))
     rows = [value.detach().numpy().reshape(-1) for _, value in base.named_parameters()]
-    fragment.values[:] = np.concatenate(rows)
+    outer.values[:] = np.concatenate(rows)
     stacked = {name: torch.nn.Parameter(torch.empty(count, *shape)) for name, shape in shapes}
     inner = torch.optim.AdamW(stacked.values(), lr=setting.inner_lr)
 
@@ -109,7 +111,7 @@ def diloco(setting: Setting, seed: int, text: Text, lr: float, beta: float | str
     dice = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(count)]
     steps = setting.rounds * setting.sync_every
     for number in range(setting.rounds):
-        take(fragment, stacked)
+        take(fragment, outer.values, stacked)
         for step in range(setting.sync_every):
             at = (number * setting.sync_every + step) / steps
             inner.param_groups[0]["lr"] = inner_lr(setting, at)
@@ -119,16 +121,19 @@ def diloco(setting: Setting, seed: int, text: Text, lr: float, beta: float | str
             inner.step()
             inner.zero_grad()
         ends = torch.cat([v.detach().reshape(count, -1) for v in stacked.values()], 1).numpy()
-        fragment.terms = fragment.terms._replace(beta=momentum(beta, number))
-        fragment.step((fragment.values - ends).mean(axis=0))
-    take(fragment, dict(base.named_parameters()))
+        outer.configure(OuterConfig(lr, momentum(beta, number)))
+        outer.step(number, 0, (outer.values - ends).mean(axis=0))
+    take(fragment, outer.values, dict(base.named_parameters()))
     return validate(base, text, 1024)
 
 
 @torch.no_grad()
-def take(fragment: Fragment, parameters: dict[str, torch.nn.Parameter]) -> None:
-    for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
-        parameters[slot.name].copy_(torch.from_numpy(row))
+def take(
+    fragment: ModelFragment, values: Floats, parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    for span in fragment.spans:
+        row = values[span.start : span.stop].reshape(span.shape)
+        parameters[span.name].copy_(torch.from_numpy(row))
 
 
 def measure(name: str) -> dict[str, Any]:

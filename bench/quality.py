@@ -1,7 +1,7 @@
 """What DiLoCo costs in quality: validation loss at equal tokens, beside synchronous training.
 
     nice python bench/quality.py [ROW ...]      all rows without a name; `--list` names them
-    python -m tools.figures                     puts the table into docs/quality.md
+    python -m tools.figures                     puts the table into docs/evidence.md
 
 A row that is in bench/results/quality.json with the same settings is not run again. Replicas are
 threads of one process with the real outer loop, all-reduce and a store in memory.

@@ -1,8 +1,7 @@
 """What a round costs against the number of replicas, tensors and rounds, and after kills.
 
-    python bench/rounds.py [history] [requests] [tensors] [model] [recovery] [simulated]
+    python bench/rounds.py [requests] [tensors] [model] [recovery] [simulated]
 
-history:   a late replica's first round in a run of 50 and of 50,000 rounds, on this machine's disk.
 requests:  replicas as threads over one store in memory; requests and bytes a rank and round.
 tensors:   4 KB in 1 tensor and in 2,900.
 model:     a round of DiLoCo with 16 KB in 1, 290 and 2,900 parameters, without the inner step.
@@ -18,7 +17,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,97 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from obstore.store import MemoryStore
 
-from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
-from atoll.diloco.allreduce.keys import Keys
-from atoll.diloco.allreduce.manifest import Manifest, Member
-from atoll.diloco.allreduce.sweep import StoreSweep
+from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.objectstore import ObjectStore
 
 RESULTS = Path(__file__).parent / "results" / "rounds.json"
-FEW, MANY = 50, 50_000
-LATE = """
-import sys, time
-import numpy as np
-from atoll import ObjectStoreAllReduce
-with ObjectStoreAllReduce(sys.argv[1], 0, 1) as late:
-    before, began, cpu = late.blobs.traffic, time.time(), time.process_time()
-    late.allreduce([np.ones(4, np.float32)])
-    used = late.blobs.traffic.since(before)
-    print(time.time() - began, time.process_time() - cpu, used.requests)
-"""
-
-
-def write_manifests(folder: Path, count: int) -> None:
-    """A run of so many rounds with nothing folded yet: four members each."""
-    keys = Keys("run")
-    with ObjectStoreAllReduce(f"file://{folder}", 0, 1) as first:
-        first.go_on_at(count - 1)
-        first.allreduce([np.ones(4, np.float32)])
-    for number in range(count - 1):
-        key = keys.manifest(number, 0)
-        members = [Member(r, f"run/up/{number:08d}/{r:05d}", 1.0) for r in range(4)]
-        manifest = Manifest("run", number, 0, b"", members, [0, 1, 2, 3], [], [], "bench")
-        sealed = wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(manifest))
-        (folder / key).write_bytes(sealed)
-
-
-def late(folder: Path) -> list[float]:
-    command = [sys.executable, "-c", LATE, f"file://{folder}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [float(each) for each in done.stdout.split()]
-
-
-def history() -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="atoll-rounds-") as top:
-        folders = {count: Path(top) / str(count) for count in (FEW, MANY)}
-        for count, folder in folders.items():
-            write_manifests(folder, count)
-        for turn in ("not folded", "folded"):
-            took: dict[str, list[list[float]]] = {}
-            for _ in range(3):
-                for count, folder in folders.items():
-                    took.setdefault(f"{count} rounds", []).append(late(folder))
-            results[turn] = {
-                name: dict(
-                    zip(
-                        ("seconds", "processor s", "requests"),
-                        map(statistics.median, zip(*rows, strict=True)),
-                        strict=True,
-                    )
-                )
-                for name, rows in took.items()
-            }
-            if turn != "folded":
-                results["fold of it all"] = fold_all(folders[MANY])
-    return results
-
-
-def fold_all(folder: Path) -> dict[str, float]:
-    blobs, keys = ObjectStore.open(f"file://{folder}"), Keys("run")
-    before = len(blobs.list(keys.manifests()))
-    began, used = time.time(), blobs.traffic
-    from concurrent.futures import ThreadPoolExecutor
-
-    sweep = StoreSweep(blobs, keys, ThreadPoolExecutor(1), 1)
-    sweeps = 0
-    while len(blobs.list(keys.manifests())) > 2500:
-        sweep.run(MANY)
-        sweeps += 1
-    return {
-        "manifests before": before,
-        "manifests after": len(blobs.list(keys.manifests())),
-        "folded objects": len(blobs.list(keys.pasts())),
-        "bytes of them": sum(blob.size for blob in blobs.list(keys.pasts())),
-        "sweeps": sweeps,
-        "seconds": time.time() - began,
-        "requests": blobs.traffic.since(used).requests,
-    }
 
 
 def world(size: int, rounds: int, values: int) -> dict[str, float]:
@@ -140,13 +54,13 @@ def world(size: int, rounds: int, values: int) -> dict[str, float]:
                     reports.append(replica.last_round)
 
     run_all([lambda rank=rank: take_part(rank) for rank in range(size)])  # type: ignore[misc]
-    bound = 4 * values * (1 + 2 * (size - 1) / size)
+    up, down = (1, 1) if size == 2 else (1 + 1 / size, 2 * (size - 1) / size)
+    bound = 4 * values * (up + down)
     moved = statistics.mean(r.bytes_up + r.bytes_down for r in reports)
     return {
         "MB": 4e-6 * values,
         "requests": statistics.mean(r.requests for r in reports),
         "most requests of a rank": max(r.requests for r in reports),
-        "2(N-1) GET + 2 PUT": 2 * size,
         "bytes a rank": moved,
         "over the bound": moved / bound - 1,
     }
@@ -286,7 +200,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensors": tensors,
     "model": model,
     "recovery": recovery,
-    "history": history,
     "simulated": simulated,
 }
 

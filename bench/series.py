@@ -96,7 +96,7 @@ def tensorboard(folder: Path) -> dict[str, float] | None:
 
 def read_path(folder: Path) -> dict[str, float]:
     """From the files of ranks to columns, for as many points as TensorBoard reads."""
-    figures_folder = folder / "figures"
+    figures_folder = folder / "metrics"
     figures_folder.mkdir()
     life = Teller(0, 1, 0, "life")
     with open(figures_folder / "0.1.0.life.000000", "wb") as file:
@@ -120,7 +120,7 @@ def read_path(folder: Path) -> dict[str, float]:
 
 def control_plane(folder: Path) -> dict[str, float]:
     """CPU seconds a second of figures: every rank writes a line a second, all are read and kept."""
-    figures_folder = folder / "figures"
+    figures_folder = folder / "metrics"
     figures_folder.mkdir()
     metric_store = MetricStore(folder / "series.db")
     reader = FolderReader("u", figures_folder)

@@ -28,11 +28,11 @@ from msgspec.structs import replace
 import atoll
 from atoll.core.phase import Phase
 from atoll.core.status import RankStatus, Status, WorldStatus
-from atoll.sdk.embedded import read_token, start
+from atoll.sdk.endpoint import read_token, start
 from atoll.server.app import create_app
 from atoll.server.http.auth import hash_token
+from atoll.store.database import SQLiteTokens
 from atoll.store.sqlite import SQLiteStore
-from atoll.store.tokens import SQLiteTokens
 
 RESULTS = Path(__file__).parent / "results" / "server.json"
 WAITERS = 500

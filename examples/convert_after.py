@@ -29,7 +29,7 @@ with DiLoCo(model, inner, sync_every=20, scheduler=schedule) as diloco:
     # The run is in the store; this keeps each replica's AdamW and random numbers there, too.
     diloco.checkpoint(inner=True)
     # Each sample is trained on once, by one replica, whoever comes and goes.
-    data = diloco.shard(dataset, seed=0, epochs=10, batch=BATCH)
+    data = diloco.data(dataset, seed=0, epochs=10, batch=BATCH)
     loader = data.loader(DataLoader(dataset, batch_sampler=data.sampler))
     # `until` counts the run's steps, so all replicas end together.
     for number, (features, targets) in enumerate(diloco.until(loader, steps=STEPS), start=1):

@@ -20,11 +20,12 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-_SOURCE = str(Path(__file__).parents[1] / "src")
-if _SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")])
-    )
+_PATHS = [str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+if not os.environ.get("ATOLL_INTEGRATIONS"):  # those have everything as users have it
+    _PATHS.insert(0, str(Path(__file__).with_name("support") / "light_torch"))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys(path for each in _PATHS for path in each.split(os.pathsep) if path)
+)
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

@@ -21,7 +21,12 @@ class Proxy:
         self.is_refusing = False
         self.is_silent = False
         self.connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._lock = (
+            threading.Lock()
+        )  # a connection is in `_pairs` or closed, whoever cuts meanwhile
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -30,11 +35,16 @@ class Proxy:
             except OSError:
                 return
             self.connections += 1
-            if self.is_refusing:
-                here.close()
-                continue
-            there = socket.create_connection(self._target)
-            self._pairs.append((here, there))
+            with self._lock:
+                if self.is_refusing or self._is_closed:
+                    here.close()
+                    continue
+                try:
+                    there = socket.create_connection(self._target)
+                except OSError:  # the server is down: so is the line to it
+                    here.close()
+                    continue
+                self._pairs.append((here, there))
             for a, b in ((here, there), (there, here)):
                 threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
 
@@ -48,7 +58,8 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        pairs, self._pairs = self._pairs, []
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for end in pair:
                 with contextlib.suppress(OSError):
@@ -56,5 +67,9 @@ class Proxy:
                 end.close()
 
     def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends an accept that waits
         self._listening.close()
+        self._thread.join(60)
         self.cut()

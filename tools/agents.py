@@ -7,12 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # In this order; the whole of them is in SKILL.md, the others are named in llms.txt.
-WHOLE = ("tutorial", "concepts", "torchrun", "convert", "stores", "troubleshooting")
+WHOLE = ("quickstart", "concepts", "torchrun", "diloco", "convert", "troubleshooting")
 HEAD = """---
 name: atoll
 description: >-
-  Run elastic training with atoll. Start a world of ranks on a laptop, Kubernetes, Slurm, Modal or
-  SageMaker, see why ranks failed, scale while it runs, and convert scripts to DiLoCo.
+  Run elastic training with atoll. Start a world of ranks on a laptop, Kubernetes, Slurm, Modal,
+  SageMaker or Hugging Face Jobs, see why ranks failed, scale while it runs, and convert scripts to
+  DiLoCo.
 ---
 """
 COMMENT = re.compile(r"<!--.*?-->", re.S)
@@ -28,7 +29,7 @@ def title_and_summary(page: Path) -> tuple[str, str]:
 
 def llms() -> str:
     """The index for agents, as https://llmstxt.org has it."""
-    lead = "Elastic, low-communication training on whatever compute there is."
+    lead = "Elastic, fault-tolerant training: torchrun-style ranks and DiLoCo replicas."
     lines = ["# atoll", "", f"> {lead}", "", "## Pages", ""]
     for page in sorted((ROOT / "docs").glob("*.md")):
         if page.stem == "index":

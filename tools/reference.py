@@ -16,7 +16,7 @@ _GROUPS = {
     "sdk": "Trainings",
     "core": "Trainings",
     "replicas": "Replicas from a script",
-    "rank": "Inside a rank",
+    "agent": "Inside a rank",
     "mesh": "Inside a rank",
     "diloco": "DiLoCo",
 }
@@ -28,13 +28,11 @@ def public_names() -> dict[str, str]:
     names |= {
         f"atoll.diloco.{name}": f"atoll.diloco.{home}.{name}" for name, home in diloco._HOME.items()
     }
-    for name in ("Checkpoint", "JoinState", "Mean", "ReduceReport"):
-        home = "work" if name == "ReduceReport" else "catchup"
-        names[f"atoll.diloco.allreduce.{name}"] = f"atoll.diloco.allreduce.{home}.{name}"
+    report = "atoll.diloco.allreduce.AllReduceReport"
+    names[report] = report
     for kind in ("transformers", "lightning"):
         name = f"atoll.integrations.{kind}.DiLoCoCallback"
         names[name] = name
-    names["atoll.ObjectStoreAllReduce"] = "atoll.diloco.allreduce.allreduce.ObjectStoreAllReduce"
     return names
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from atoll.diloco.codecs import CODECS, get_codec
+
 RESULTS = Path(__file__).parents[1] / "bench/results"
 
 
@@ -30,36 +32,38 @@ def looks() -> str:
     """docs/executors.md: what a look costs."""
     kubernetes = read("kubernetes")["rows"]
     times = {
-        ("local", "none: the supervisor's journal is read"): _looks("local_look"),
+        ("local", "none: the supervisor's journal is read"): [
+            row["look_ms"] for row in read("local_look")["rows"]
+        ],
         ("Kubernetes, watching", "none: one watch for everything"): [
             row["watchMedianMs"] for row in kubernetes
         ],
         ("Kubernetes, listing", "1 list of pods"): [row["listMedianMs"] for row in kubernetes],
         (
             "Slurm, real daemons",
-            "1 `squeue --json` of the whole queue (3 kB a rank)",
-        ): _looks("slurm_look"),
+            "1 `squeue` in 5, of the whole queue",
+        ): _looks("slurm"),
         (
             "Modal, stand-in and S3 API of the tests",
-            "1 listing by tag, of 1, 1 and 10 pages",
-        ): _looks("modal_look"),
+            "1 listing by tag in 5, of 1, 1 and 10 pages",
+        ): _looks("modal"),
         (
             "SageMaker, stand-in and S3 API of the tests",
-            "1 `ListTrainingJobs`, of 1, 1 and 10 pages",
-        ): _looks("sagemaker_look"),
+            "1 `ListTrainingJobs` in 5, of 1, 1 and 10 pages",
+        ): _looks("sagemaker"),
     }
     rows = [(*names, *map(seconds, each)) for names, each in times.items()]
     return markdown("backend | the question | 1 rank | 100 ranks | 1,000 ranks", rows)
 
 
-def _looks(name: str) -> list[float]:
-    rows = read(name)["rows"]
-    assert [row["ranks"] for row in rows] == [1, 100, 1000], name
-    return [row["look_ms"] for row in rows]
+def _looks(backend: str) -> list[float]:
+    rows = [row for row in read("look")["rows"] if row["backend"] == backend]
+    assert [row["ranks"] for row in rows] == [1, 100, 1000], backend
+    return [row["wall_ms"] for row in rows]
 
 
 def outer() -> str:
-    """docs/diloco.md: what outer settings lose against synchronous training; the least is bold."""
+    """docs/evidence.md: loss of outer settings above synchronous training; the least is bold."""
     kinds = {
         "0.7/0.9": "0.7 / 0.9",
         "0.7/0.6": "0.7 / 0.6",
@@ -78,34 +82,26 @@ def outer() -> str:
     return markdown(f"setting | {' | '.join(kinds.values())}", rows)
 
 
-CODECS = {
-    "fp32": "when bytes do not matter",
-    "bf16": "always safe",
-    "int8": "safe",
-    "int5": "means, where uploads are `int3`",
-    "int4": "**what to take for 4 bits**",
-    "e3m0": "the format of the Streaming DiLoCo paper; its means travel as `int4`",
-    "int3": "many replicas; its means travel as `int5`",
-    "sparse": "hundreds of rounds, no momentum; `sparse:K/CHUNK@DECAY` for other densities and "
-    "decaying feedback",
-}
-
-
 def codecs() -> str:
-    """docs/diloco.md: codecs on normally distributed values."""
-    rows = []
-    for name, each in read("codecs")["codecs"]["normal"].items():
+    """docs/diloco-reference.md: codecs on normally distributed values."""
+    rows, results = [], read("codecs")["codecs"]["normal"]
+    assert list(results) == list(CODECS), "run bench/codecs.py: it has not measured these codecs"
+    for name, row in CODECS.items():
+        each = results[name]
         figures = (f"{each['bits']:.2f}", f"{each['relative_error']:.1%}", str(each["both_mb_s"]))
-        rows.append((f"`{name}`", *figures, CODECS[name]))
+        means = f"; its means travel as `{row.mean_codec}`" if row.mean_codec else ""
+        rows.append((f"`{name}`", *figures, row.purpose + means))
     head = "codec | bits a value | relative error | encode + decode, MB/s a core | for"
-    return markdown(head, rows)
+    others = [f"`{name}`" for name in CODECS if not get_codec(name).needs_finite]
+    finite = f"All codecs but {' and '.join(others)} refuse NaN and infinity."
+    return f"{markdown(head, rows)}\n\n{finite}"
 
 
 PLAIN = ("synchronous", "one process", "default")
 
 
 def quality() -> str:
-    """docs/quality.md: differences are to synchronous training with the same seed."""
+    """docs/evidence.md: differences are to synchronous training with the same seed."""
     losses: dict[str, dict[int, float]] = {}
     terms: dict[str, tuple[str, str]] = {}
     for run in read("quality")["runs"]:
@@ -136,7 +132,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def mesh() -> str:
-    """docs/mesh.md: the gate and its wait."""
+    """docs/evidence.md: the gate and its wait."""
     times = read("mesh")["times"]
     one, bare = times["urllib, the same key"]["median"], times["bare python"]["median"]
     named = {
@@ -152,7 +148,7 @@ def mesh() -> str:
 
 
 def links() -> str:
-    """docs/mesh.md: what the link bench sees."""
+    """docs/evidence.md: what the link bench sees."""
     named = {
         "100 Mbit/s": "tbf 100 Mbit/s",
         "1 Gbit/s": "tbf 1 Gbit/s",

@@ -1,4 +1,4 @@
-"""atoll: elastic, low-communication training on whatever compute there is.
+"""atoll: elastic, fault-tolerant training on one machine or a cluster.
 
 Names load on first use, so that importing atoll in a rank costs nothing. Type checkers read them in
 `__init__.pyi`.
@@ -43,11 +43,12 @@ _HOME = {
     "WorldSize": "core.spec",
     "WorldSizeOutOfBounds": "core.errors",
     "WorldStatus": "core.status",
-    "distributed": "sdk.distributed",
+    "distributed": "sdk.sweep",
     "mesh_status": "mesh.gate",
     "mesh_wait": "mesh.gate",
     "report": "agent.metrics",
     "set_result": "agent.result",
+    "HFJobsExecutor": "replicas.hfjobs",
 }
 
 _EXTRA = {"ObjectStoreAllReduce": "store"}  # what imports only with these packages
@@ -63,7 +64,7 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if name not in _EXTRA:
             raise
-        from atoll.core.extras import class_without_package
+        from atoll.core.errors import class_without_package
 
         return class_without_package(name, error, _EXTRA[name])
     globals()[name] = value

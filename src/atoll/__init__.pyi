@@ -24,6 +24,7 @@ from atoll.core.status import RankStatus as RankStatus
 from atoll.core.status import WorldStatus as WorldStatus
 from atoll.diloco.allreduce import ObjectStoreAllReduce as ObjectStoreAllReduce
 from atoll.mesh.gate import mesh_status as mesh_status
+from atoll.replicas.hfjobs import HFJobsExecutor as HFJobsExecutor
 from atoll.replicas.kubernetes import EKSExecutor as EKSExecutor
 from atoll.replicas.kubernetes import KubernetesExecutor as KubernetesExecutor
 from atoll.replicas.local import LocalProcessExecutor as LocalProcessExecutor
@@ -34,7 +35,7 @@ from atoll.replicas.protocol import ServerlessExecutor as ServerlessExecutor
 from atoll.replicas.sagemaker import SageMakerExecutor as SageMakerExecutor
 from atoll.replicas.slurm import SlurmExecutor as SlurmExecutor
 from atoll.sdk.client import Client as Client
-from atoll.sdk.distributed import distributed as distributed
+from atoll.sdk.sweep import distributed as distributed
 from atoll.sdk.training import DistributedTraining as DistributedTraining
 
 __version__: str

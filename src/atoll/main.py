@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.backends.local import plane_socket
-from atoll.backends.local.plane_socket import SOCKET
-from atoll.backends.local.reserve import check_writable
-from atoll.backends.local.state import ENDPOINT, state_dir
+from atoll.backends.local.state import ENDPOINT, SOCKET, check_writable, listen_locally, state_dir
 from atoll.core.errors import Conflict, NotFound, Permanent, ValidationError
 from atoll.core.executors import LOCAL
 from atoll.files.ownership import check_directory, check_entries
+from atoll.files.writing import write_file
 from atoll.sdk.config import is_changed, read_for_plane
-from atoll.sdk.embedded import start_time
-from atoll.sdk.endpoint import Address
+from atoll.sdk.endpoint import Address, start_time
 
 if TYPE_CHECKING:
     import ssl
@@ -45,10 +42,10 @@ if TYPE_CHECKING:
     from atoll.server.handlers.admission import Setup
     from atoll.server.http.server import GuardedServer
     from atoll.server.http.streams import Streams
+    from atoll.store.database import SQLiteTokens
     from atoll.store.sqlite import SQLiteStore
-    from atoll.store.tokens import SQLiteTokens
 
-DEFAULT_PORT = 7878
+DEFAULT_PORT = 7878  # easy to type; `--port` chooses another
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NAMESPACE = "default"
 PURGE_S = 60.0  # of `atoll serve --owned`: two polite stops of 30 s, the default grace
@@ -84,18 +81,17 @@ def build(
     and ValidationError if the configuration is wrong.
     """
     from atoll.backends.metrics_token import key_at
-    from atoll.controller.clock import keep_mark, machine_clock, write_mark
     from atoll.controller.informer import INFORMER, Informer
+    from atoll.controller.loop import keep_mark, machine_clock, write_mark
     from atoll.metrics.store import MetricStore
     from atoll.server.app import create_app
-    from atoll.server.assembly import assemble
-    from atoll.server.background import BackgroundTasks
+    from atoll.server.background import BackgroundTasks, assemble
     from atoll.server.deliver import load_webhooks
     from atoll.server.gauges import Gauges
     from atoll.server.http.streams import Streams
     from atoll.server.ui.sessions import Sessions
+    from atoll.store.database import SQLiteTokens
     from atoll.store.sqlite import SQLiteStore
-    from atoll.store.tokens import SQLiteTokens
 
     settings = read_for_plane(config)
     webhooks = load_webhooks(settings.webhooks, settings.path)
@@ -222,7 +218,7 @@ def _identity(where: Path) -> str:
     path = where / "plane"
     with contextlib.suppress(FileNotFoundError):
         return path.read_text().strip()
-    _write_private(path, f"{uuid.uuid4().hex}\n")
+    write_file(path, f"{uuid.uuid4().hex}\n".encode())
     return path.read_text().strip()
 
 
@@ -243,8 +239,7 @@ def serve(
     With a certificate and its key, files in PEM, by HTTPS only. `is_owned`: serves until standard
     input ends, then deletes all trainings and the state directory.
     """
-    from atoll.server.http.log_rate import configure_log
-    from atoll.server.http.server import BACKLOG, listen, load_tls
+    from atoll.server.http.server import BACKLOG, configure_log, listen, load_tls
 
     configure_log(logging.WARNING)
     where = state_dir(where)
@@ -262,7 +257,7 @@ def serve(
         address["slots"] = limit
     asyncio.run(ensure_token(plane.tokens, where))
     # The store is locked: nobody else listens in this directory.
-    local_socket = plane_socket.listen(where, BACKLOG)
+    local_socket = listen_locally(where, BACKLOG)
     server = _server(plane, address, tls, is_owned=is_owned)
     server.run(sockets=[listening, local_socket])
     if is_owned:
@@ -278,7 +273,7 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
         token = path.read_text().strip()
     except FileNotFoundError:
         token = new_token()
-        _write_private(path, token + "\n")
+        write_file(path, f"{token}\n".encode())
     if await tokens.namespace_of(hash_token(token)) is None:
         await tokens.add(hash_token(token), NAMESPACE, "local user", time.time())
 
@@ -311,7 +306,7 @@ def _server(
                 if not plane.store.check_files():
                     continue  # the directory may be another control plane's by now
                 if not (plane.where / SOCKET).exists():
-                    await self.accept_from(plane_socket.listen(plane.where, BACKLOG))
+                    await self.accept_from(listen_locally(plane.where, BACKLOG))
                 if not (plane.where / ENDPOINT).exists():
                     _announce(plane.where, address)
 
@@ -345,7 +340,7 @@ def _server(
 
 def _announce(where: Path, address: dict[str, Any]) -> None:
     """Writes what commands on this machine find the control plane by."""
-    _write_private(where / ENDPOINT, json.dumps(address))
+    write_file(where / ENDPOINT, json.dumps(address).encode())
 
 
 def _withdraw(where: Path) -> None:
@@ -373,7 +368,7 @@ async def _delete_all(informer: Informer) -> None:
     from msgspec.structs import replace
 
     async def mark(key: Key) -> None:
-        with contextlib.suppress(Conflict, NotFound):  # an update tells of the change
+        with contextlib.suppress(Conflict, NotFound):  # an update has the change
             training = await informer.store.get(key)
             if training.deletion_requested_at is None:
                 training = replace(training, deletion_requested_at=time.time())
@@ -388,16 +383,3 @@ async def _delete_all(informer: Informer) -> None:
                 update = await anext(updates)
                 if not update.is_removed:
                     await mark(update.key)
-
-
-def _write_private(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

@@ -18,17 +18,13 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from atoll.agent.entrypoint import write_error_file
-from atoll.agent.keywords import OWN_MODULES, RANK, READERS, URI, WORLD, call, trainer_call
+from atoll.agent.entrypoint import OWN_MODULES, RANK, READERS, URI, WORLD, call, start, trainer_call
+from atoll.agent.result import hand_in
 
 ENTRYPOINT = "ENTRYPOINT"
 ARGS = "ATOLL_ENTRYPOINT_ARGS"
 USAGE = 2  # as shells have it
 EXPECTED = "expected module:function, package.module or a script of the image"
-
-
-class BadSetting(ValueError):
-    """A variable that is missing or wrong: nothing of the user's has been called."""
 
 
 def main(argv: Sequence[str] = (), env: MutableMapping[str, str] | None = None) -> int:
@@ -40,14 +36,7 @@ def main(argv: Sequence[str] = (), env: MutableMapping[str, str] | None = None) 
         fill_in(env)
     except ValueError as error:
         return refuse(error)
-    try:
-        run(entry, args, env)
-    except BadSetting as error:
-        return refuse(error)
-    except Exception as error:
-        write_error_file(error)
-        raise
-    return 0
+    return start(lambda: run(entry, args, env))
 
 
 def take_flags(argv: Sequence[str], env: MutableMapping[str, str]) -> None:
@@ -67,7 +56,7 @@ def take_flags(argv: Sequence[str], env: MutableMapping[str, str]) -> None:
     env[ENTRYPOINT], env[ARGS] = OWN_MODULES[0], json.dumps(flags)
 
 
-def refuse(error: ValueError) -> int:
+def refuse(error: ValueError | str) -> int:
     sys.stderr.write(f"atoll.replica_entrypoint: {error}\n")
     return USAGE
 
@@ -117,8 +106,6 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
     sys.path.insert(0, os.getcwd())
     module, _, function = entry.partition(":")
     if function:
-        from atoll.agent.replica_entry import hand_in
-
         hand_in(call(find_function(module, function), args, env))
         return
     message = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
@@ -137,12 +124,13 @@ def find_function(module: str, name: str) -> Callable[..., Any]:
     for part in name.split("."):
         value = getattr(value, part, None)
     if not callable(value):
-        raise BadSetting(f"{ENTRYPOINT}: {module}:{name}: {module} has no function {name!r}")
+        text = f"{ENTRYPOINT}: {module}:{name}: {module} has no function {name!r}"
+        raise SystemExit(refuse(text))
     return value  # type: ignore[no-any-return]
 
 
 def check_module(module: str) -> None:
-    """Raises BadSetting if there is no such module; what it imports itself is another matter."""
+    """Exits if there is no such module; what the module itself imports is another matter."""
     try:
         is_there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
@@ -151,7 +139,8 @@ def check_module(module: str) -> None:
         else:
             raise
     if not is_there:
-        raise BadSetting(f"{ENTRYPOINT}: {module!r}: no such module in the image; {EXPECTED}")
+        text = f"{ENTRYPOINT}: {module!r}: no such module in the image; {EXPECTED}"
+        raise SystemExit(refuse(text))
 
 
 def _text(value: Any) -> str:

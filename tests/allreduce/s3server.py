@@ -53,7 +53,7 @@ class S3Server:
 
     def make_bucket(self, bucket: str) -> None:
         request = urllib.request.Request(f"{self.url}/{bucket}", method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=60).close()  # it loads moto first
 
     def stop(self) -> None:
         self._server.shutdown()

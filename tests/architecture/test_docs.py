@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from atoll.core.phase import RULES, diagram
-from atoll.core.reasons import ExitReason, PhaseReason, table
+import atoll
+from atoll.core.executors import load
+from atoll.core.phase import RULES, ConditionType, ExitReason, PhaseReason, diagram, table
+from atoll.server.app import NATIVE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -25,13 +27,25 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()) for text in headings}
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    name, _, anchor = target.partition("#")
+    other = page.parent / name if name else page
+    return other.exists() and (not anchor or anchor in anchors(other))
+
+
 def test_links_lead_somewhere() -> None:
     astray = [
         (page.relative_to(ROOT).as_posix(), target)
         for page in PAGES
         for target in LINK.findall(page.read_text())
-        if not target.startswith(("https://", "http://", "#"))
-        and not (page.parent / target.partition("#")[0]).exists()
+        if not target.startswith(("https://", "http://")) and not leads_somewhere(page, target)
     ]
     assert astray == []
 
@@ -41,7 +55,7 @@ def test_the_readme_is_short_enough_to_read() -> None:
 
 
 def test_the_phase_diagram_is_the_table() -> None:
-    page = ROOT / "docs" / "phases.md"
+    page = ROOT / "docs" / "concepts.md"
     assert blocks(page, "mermaid") == [diagram() + "\n"]
     for rule in RULES:
         assert f"`{rule.reason}`" in page.read_text()
@@ -49,8 +63,13 @@ def test_the_phase_diagram_is_the_table() -> None:
 
 @pytest.mark.parametrize("reasons", [PhaseReason, ExitReason])
 def test_the_tables_of_ends_are_the_vocabulary(reasons: Any) -> None:
-    page = (ROOT / "docs" / "phases.md").read_text()
+    page = (ROOT / "docs" / "concepts.md").read_text()
     assert f"\n\n{table(reasons)}\n\n" in page, f"print(table({reasons.__name__}))"
+
+
+def test_the_table_of_conditions_is_the_vocabulary() -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    assert f"\n\n{table(ConditionType, 'condition')}\n\n" in page
 
 
 def test_every_reason_in_the_page_on_kubernetes_is_in_the_vocabulary() -> None:
@@ -65,11 +84,9 @@ def test_the_manual_is_the_help() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     # In a process of its own: click keeps the help option that a command had when first called,
     # and other tests call commands without the group that gives them -h.
-    made = subprocess.run(
-        [sys.executable, "-m", "atoll.cli.manual"], capture_output=True, text=True
-    )
+    made = subprocess.run([sys.executable, "-m", "tools.manual"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-    assert page == made.stdout, "run: python -m atoll.cli.manual > docs/cli.md"
+    assert page == made.stdout, "run: python -m tools.manual > docs/cli.md"
 
 
 def test_every_readme_snippet_is_of_a_kind_that_is_tested() -> None:
@@ -105,3 +122,38 @@ def test_readme_commands_run_and_print_what_they_say(atoll: Any) -> None:
     name = re.search(r"sh-\w{5} failed", done.stderr)
     assert name is not None
     assert report.replace("sh-k3v9d failed", name[0]) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("local", "configuration"),
+        ("kubernetes", "kubernetes"),
+        ("slurm", "slurm"),
+        ("modal", "serverless"),
+        ("sagemaker", "serverless"),
+        ("hfjobs", "serverless"),
+    ],
+)
+def test_every_option_of_a_backend_is_on_its_page(kind: str, name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    options: tuple[str, ...] = load(kind).options_type.__struct_fields__
+    set_by_atoll = {"is_controlled", "report_key"}
+    assert {each for each in options if not re.search(rf"\b{each}\b", page)} <= set_by_atoll
+
+
+def test_every_error_that_programs_catch_is_exported_and_on_the_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = {name for name, home in atoll._HOME.items() if home == "core.errors"}
+    assert {"Temporary", "Denied", "Permanent", "Gone"} <= names
+    assert {name for name in names if f"`{name}" not in page} <= {"BackendError"}
+
+
+def test_every_endpoint_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    missing = [
+        f"{row.method} {row.path}"
+        for row in NATIVE
+        if not re.search(rf"{row.method} {re.escape(row.path)}[`?]", page) and not row.is_open
+    ]
+    assert missing == []

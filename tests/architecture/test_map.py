@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -39,3 +40,15 @@ def test_the_map_names_every_package() -> None:
     page = PAGES[0].read_text()
     packages = {p.parent.name for p in (ROOT / "src/atoll").glob("*/__init__.py")}
     assert {name for name in packages if f"`{name}`" not in page} == set()
+
+
+def test_the_glossary_is_short() -> None:
+    rows = PAGES[0].read_text().partition("## Glossary")[2].partition("\n## ")[0].splitlines()[4:]
+    words = [word for row in rows if row for word in row.split(" | ")[0].strip("| ").split(", ")]
+    assert 30 < len(words) <= 40, words
+
+
+def test_the_layers_are_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [each["layers"] for each in contracts["contracts"] if each["name"] == "layers"]
+    assert "```text\n" + "\n".join(layers) + "\n```" in PAGES[0].read_text()

@@ -17,6 +17,7 @@ import atoll
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MAX_DEPLOY_FILES = 35
 MAX_LINES = 900  # one idea a file, read from top to bottom; httpx and starlette go to 2,000 and 900
 
 
@@ -75,8 +76,8 @@ SLOW = (
     [
         ("from atoll.cli.main import app; app(['--help'], standalone_mode=False)", HEAVY),
         (
-            "import atoll.cli.run, atoll.cli.follow, atoll.cli.report, atoll.core.fields\n"
-            "import atoll.cli.main, atoll.sdk.config, atoll.sdk.embedded, atoll.sdk.options\n"
+            "import atoll.cli.run, atoll.cli.follow, atoll.cli.follow, atoll.core.problem\n"
+            "import atoll.cli.main, atoll.sdk.config, atoll.sdk.endpoint, atoll.sdk.options\n"
             "from pathlib import Path; from atoll.sdk.endpoint import Address\n"
             "from atoll.sdk.wire import _blocking; _blocking(Address('', directory=Path('/')))",
             HEAVY + SLOW,
@@ -209,3 +210,12 @@ def test_every_number_in_a_query_has_bounds() -> None:
                 unbounded.append(f"{kind.__name__}.{field.name}")
     assert len(kinds) > 10
     assert unbounded == []
+
+
+def test_a_deploy_runs_code_of_few_files() -> None:
+    """What a reader has to open to follow one: from the request to the first status."""
+    command = [sys.executable, "-m", "tools.deploy_files"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    functions, _, _, files, _ = done.stdout.split()
+    assert int(functions) > 100
+    assert int(files) <= MAX_DEPLOY_FILES, "python -m tools.deploy_files --list"

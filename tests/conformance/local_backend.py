@@ -168,9 +168,9 @@ class LocalBackend:
 
     def _lose_host(self, row: Row, name: str) -> None:
         """Everything of the training ends at once, with nobody left to write it down."""
-        shim = self._plane.shim_pids(self._plane.get(name))
-        pids = [*shim, *(self._pid(name, rank) for rank in range(RANKS))]
-        for pid in shim:
+        supervision = self._plane.supervision_pids(self._plane.get(name))
+        pids = [*supervision, *(self._pid(name, rank) for rank in range(RANKS))]
+        for pid in supervision:
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
             processes.kill(pid)
@@ -179,7 +179,7 @@ class LocalBackend:
         self._plane.ask(name, cancel=True)
 
     def _hit_supervisor(self, name: str, number: int) -> None:
-        os.kill(self._plane.shim_pids(self._plane.get(name))[1], number)
+        os.kill(self._plane.supervision_pids(self._plane.get(name))[1], number)
 
     def _exit(self, row: Row, name: str) -> None:
         path = self._plane.directory(self._plane.get(name)) / "journal"

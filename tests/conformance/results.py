@@ -1,8 +1,8 @@
-"""What came out of the fault table on each backend, kept from runs, and the page made of it.
+"""What came out of the fault table on each backend, kept from runs, and the table made of them.
 
 `ATOLL_RECORD=1 pytest tests/conformance …` keeps the outcome of each row in `results/`.
 `python -m tests.conformance.results` prints the table of all backends; with `--write` it is kept in
-`docs/conformance.md`.
+`docs/evidence.md`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,29 +20,19 @@ from typing import Any
 from tests.conformance.table import ROWS, Row
 
 FOLDER = Path(__file__).with_name("results")
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-BACKENDS = ("local", "kubernetes", "slurm", "modal", "sagemaker")
+PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
+BACKENDS = ("local", "kubernetes", "slurm", "modal", "sagemaker", "hfjobs")
 WHAT = {
     "local": "processes of this machine",
     "kubernetes": "Kubernetes 1.34 with kubelets and containerd",
     "slurm": "Slurm 22.05 with its real daemons",
     "modal": "the unmodified `modal` client against a server of our own",
     "sagemaker": "the unmodified `boto3` against a server of our own",
+    "hfjobs": "the unmodified `huggingface_hub` against a server of our own",
 }
 MARKS = {"passed": "yes", "failed": "**no**", "cannot": "–"}
 VARIABLE = "ATOLL_RECORD"
-HEAD = """\
-# One table of faults, one verdict everywhere
-
-Each row of `tests/conformance/table.py` is a world of three ranks, a fault that is really provoked,
-and what must come out: the phase, the exit of every rank with its code, signal and reason, the root
-cause, who fell only because another had; nothing run twice, nothing left behind. The page is made
-from runs: `make conformance` keeps the outcomes of what this machine can run, and
-`python -m tests.conformance.results` prints them; with `--write` they are written here.
-
-yes: provoked, and the verdict was right. –: it cannot be provoked there, for the reason below.
-A blank has not been run.
-"""
+TABLE = re.compile(r"(?<=<!--faults-->\n).*?(?=\n<!--/faults-->)", re.S)
 
 Outcome = dict[str, Any]
 
@@ -80,11 +71,10 @@ def read(backend: str) -> dict[str, Outcome]:
 
 
 def render() -> str:
-    """The page: one line for each fault, and why it cannot be provoked where it cannot."""
+    """The table: one line for each fault, and why it cannot be provoked where it cannot."""
     results = {backend: read(backend) for backend in BACKENDS}
     faults = list(dict.fromkeys(_fault(row) for row in ROWS))
     lines = [
-        HEAD,
         "| fault | " + " | ".join(BACKENDS) + " |",
         "|---|" + "---|" * len(BACKENDS),
         *(_line(fault, results) for fault in faults),
@@ -94,11 +84,11 @@ def render() -> str:
         "|---|---|",
         *(f"| {backend} | {WHAT[backend]} |" for backend in BACKENDS),
         "",
-        "## What cannot be provoked where",
+        "### What cannot be provoked where",
         "",
         *_reasons(results),
     ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _fault(row: Row) -> str:
@@ -147,10 +137,10 @@ def main(words: list[str]) -> int:
     if words not in ([], ["--write"]):
         sys.stderr.write("usage: python -m tests.conformance.results [--write]\n")
         return 2
-    page = render()
+    table = render()
     if words:
-        PAGE.write_text(page)
-    sys.stdout.write(page)
+        PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))
+    sys.stdout.write(f"{table}\n")
     return 0
 
 

@@ -16,7 +16,7 @@ from tests.conformance.local_backend import LocalBackend
 from tests.conformance.table import Row
 from tests.support.control_plane import ControlPlane, PlaneDied, wait_for
 
-from atoll.agent.bucket import Objects
+from atoll.agent.bucket import Bucket
 from atoll.core.spec import RendezvousSpec
 
 # Jobs take a while until they are seen to run.
@@ -130,9 +130,7 @@ class ServedBackend(LocalBackend):
     def _lose_records(self, row: Row, name: str) -> None:
         training = self._plane.get(name)
         with patch.dict(os.environ, self._plane.env):
-            record_store = Objects.open(
-                f"{training.spec.rendezvous.uri}/atoll-ranks/{training.uid}"
-            )
+            record_store = Bucket.open(f"{training.spec.rendezvous.uri}/atoll-ranks/{training.uid}")
             record_store.delete(list(record_store.entries()))
 
     def _lose_answer(self, row: Row, name: str) -> None:

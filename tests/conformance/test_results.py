@@ -8,9 +8,9 @@ from tests.conformance.table import ROWS
 
 
 def test_the_page_is_made_from_the_kept_outcomes() -> None:
-    assert results.PAGE.read_text() == results.render(), (
-        "run: python -m tests.conformance.results --write"
-    )
+    table = results.TABLE.search(results.PAGE.read_text())
+    assert table is not None
+    assert table[0] == results.render(), "run: python -m tests.conformance.results --write"
 
 
 @pytest.mark.parametrize("backend", results.BACKENDS)

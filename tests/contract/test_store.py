@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from atoll.core.attempts import MAX_ATTEMPTS
 from atoll.core.errors import Conflict, Gone, NotFound
 from atoll.core.phase import Phase
+from atoll.core.ranks import MAX_ATTEMPTS
 from atoll.core.spec import Code, Source, TrainingSpec, WorldSize
 from atoll.core.status import AttemptStatus, Event, Status, Training
-from atoll.store.memory import MemoryStore
-from atoll.store.sqlite import SQLiteStore
+from atoll.store.sqlite import MemoryStore, SQLiteStore
 
 replace = msgspec.structs.replace
 

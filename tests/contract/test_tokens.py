@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.core.errors import NotFound, Permanent
 from atoll.core.ports import Token
-from atoll.store.tokens import SQLiteTokens
+from atoll.operator.tokens import KubernetesTokens
+from atoll.store.database import SQLiteTokens
 
 
 class SecretsInMemory:

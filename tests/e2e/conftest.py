@@ -23,7 +23,7 @@ import pytest
 SOURCE = str(Path(__file__).parents[2] / "src")
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 PATIENCE_S = 60.0
-WITHHELD = ("ATOLL_CONFIG", "ATOLL_URL", "ATOLL_TOKEN", "NO_COLOR", "FORCE_COLOR")
+WITHHELD = ("ATOLL_CONFIG", "ATOLL_URL", "ATOLL_TOKEN", "NO_COLOR", "FORCE_COLOR", "COLUMNS")
 
 
 class Shell:
@@ -99,7 +99,9 @@ class Terminal:
         if self.pid == 0:
             try:
                 os.chdir(cwd)
-                os.execvpe(command[0], command, env | {"COLUMNS": "100", "LINES": "30"})
+                self._fd = 0
+                self.resize(100, 30)
+                os.execvpe(command[0], command, env)
             finally:
                 os._exit(127)
 

@@ -35,7 +35,7 @@ def main() -> None:
     )
     with DiLoCo(model, inner, sync_every=5, scheduler=schedule) as diloco:
         say("began", diloco.round, diloco.step)
-        data = diloco.shard(dataset, batch=4)
+        data = diloco.data(dataset, batch=4)
         loader = data.loader(DataLoader(dataset, batch_sampler=data.sampler))
         for features, targets in diloco.until(loader, rounds=int(sys.argv[1])):
             (model(features / 400) - targets).square().mean().backward()

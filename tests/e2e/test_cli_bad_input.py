@@ -102,7 +102,7 @@ def test_bad_usage_is_one_line_and_2(
     ("words", "told"),
     [
         (("status", "nobody"), "training 'nobody' not found: 'atoll ps' lists what exists"),
-        (("token", "rm", "abc"), "token 'abc' not found: 'atoll token list' lists what exists"),
+        (("token", "revoke", "abc"), "token 'abc' not found: 'atoll token list' lists what exists"),
         (
             ("serve", "--json", "--host", "192.0.2.1", "--port", "0"),
             "cannot listen on 192.0.2.1:0: Cannot assign requested address; choose another --host",
@@ -110,7 +110,7 @@ def test_bad_usage_is_one_line_and_2(
         (("scale", "nobody", "2"), "training 'nobody' not found"),
         (("cancel", "nobody"), "training 'nobody' not found"),
         (("logs", "nobody"), "training 'nobody' not found"),
-        (("token", "rm", "feedfacefeed"), "token 'feedfacefeed' not found"),
+        (("token", "revoke", "feedfacefeed"), "token 'feedfacefeed' not found"),
         (("serve", "--state-dir", "/proc/nowhere"), "cannot keep state in /proc/nowhere"),
     ],
 )

@@ -103,12 +103,12 @@ def test_up_prints_only_the_name_and_wait_follows_it(atoll: Any) -> None:
 
 
 def test_wait_times_out_with_124_and_says_what_was_missing(atoll: Any) -> None:
-    assert atoll("run", "-d", "--name", "slow", "--", "sleep", "60").returncode == 0
-    done = atoll("wait", "slow", "--timeout", "0.2")
+    assert atoll("run", "-d", "--name", "sleeper", "--", "sleep", "60").returncode == 0
+    done = atoll("wait", "sleeper", "--timeout", "0.2")
     assert done.returncode == 124
     assert "after 0.2 s" in done.stderr
-    assert atoll.json("wait", "slow", "--timeout", "0", code=124)["exitCode"] == 124
-    assert atoll("rm", "slow").returncode == 0
+    assert atoll.json("wait", "sleeper", "--timeout", "0", code=124)["exitCode"] == 124
+    assert atoll("rm", "sleeper").returncode == 0
 
 
 def test_logs_f_ends_with_the_training(atoll: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_token_opens_its_namespace_only_and_can_be_removed(atoll: Any) -> None
     assert (listed[made["id"]]["namespace"], listed[made["id"]]["label"]) == ("other", "ci")
     assert made["token"] not in atoll("token", "list").stdout
     assert atoll("rm", "mine", **other).returncode == 0
-    assert atoll.json("token", "rm", made["id"]) == {"removed": [made["id"]]}
+    assert atoll.json("token", "revoke", made["id"]) == {"removed": [made["id"]]}
     refused = atoll("ps", **other)
     assert refused.returncode == 1
     assert "atoll token create" in refused.stderr

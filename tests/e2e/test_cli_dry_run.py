@@ -63,7 +63,7 @@ def test_what_is_not_honoured_is_told_beside_it(shell: Shell) -> None:
         shell.configure(f"{CONFIG}[defaults]\n{default}\n")
         done = shell("run", "--dry-run", "--executor", name, "--", "true")
         assert done.returncode == 0, done.stderr
-        assert done.stderr.startswith(f"atoll: {name} does not honour {said}")
+        assert done.stderr.startswith(f"atoll: {name} does not support {said}")
         assert len(done.stderr.splitlines()) == 1
         assert done.stdout
 

@@ -16,7 +16,7 @@ import pytest
 
 import atoll
 from atoll.core.status import WorldStatus
-from atoll.sdk.embedded import read_announcement
+from atoll.sdk.endpoint import read_announcement
 from tests.e2e.conftest import PATIENCE_S, until
 from tests.support.foreign_listener import listening_on
 

@@ -17,7 +17,7 @@ import pytest
 
 from atoll.core.errors import AtollError
 from atoll.core.spec import WorldSize
-from atoll.sdk import embedded
+from atoll.sdk import endpoint
 from atoll.sdk.client import Client
 from tests.e2e.conftest import Shell, is_alive, until
 from tests.support.control_plane import journal_records
@@ -85,7 +85,7 @@ def check_start(shell: Shell, state: Path, reason: str) -> None:
         assert refused.returncode == 1
         assert refused.stderr.startswith(f"atoll: error: cannot write to {state}: {reason}")
         assert refused.stderr.count("\n") == 1
-    assert embedded.running(state) is None
+    assert endpoint.running(state) is None
 
 
 def check_after(state: Path, before: dict[int, int]) -> None:

@@ -106,9 +106,9 @@ def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:
     lone_atoll.configure("[executors.local]\ngpus = 0\n")
     done = lone_atoll("run", "--image", "x/y:1", "--memory", "4Gi", "--gpus", "1", "--", "true")
     assert done.returncode == 0
-    (told,) = [line for line in done.stderr.splitlines() if "does not honour" in line]
+    (told,) = [line for line in done.stderr.splitlines() if "does not support" in line]
     assert told.startswith("atoll: ")
-    assert "local does not honour image x/y:1, memory 4Gi: ranks are processes of this" in told
+    assert "local does not support image x/y:1, memory 4Gi: ranks are processes of this" in told
     assert "; nor gpu_count 1: this machine has no GPU that is known" in told
     name = lone_atoll.json("ps")[0]["name"]
     assert "UnsupportedFields" in lone_atoll("events", name).stdout

@@ -18,7 +18,7 @@ def test_stop_leaves_the_ranks_and_stop_all_does_not(lone_atoll: Any) -> None:
     rank, server = int(lone_atoll("logs", "a").stdout.split()[-1]), lone_atoll.server_pid()
     done = lone_atoll("stop")
     assert done.returncode == 0
-    assert f"stopped the control plane (pid {server}); its ranks go on" in done.stdout
+    assert f"stopped the control plane (pid {server}); its ranks keep running" in done.stdout
     assert not is_alive(server)
     assert is_alive(rank)
     assert lone_atoll.json("stop", "--all")["cancelled"] == ["a"]
@@ -49,7 +49,16 @@ def test_slots_are_of_the_control_plane_that_is_started(lone_atoll: Any) -> None
 def test_doctor_tells_what_is_there_and_starts_nothing(lone_atoll: Any) -> None:
     findings = {each["what"]: each for each in lone_atoll.json("doctor")}
     assert set(findings) >= {
-        *("python", "store", "extra torch", "extra kubernetes", "gpus", "state", "disk", "room"),
+        *(
+            "python",
+            "store",
+            "extra torch",
+            "extra kubernetes",
+            "gpus",
+            "state",
+            "disk",
+            "capacity",
+        ),
         *("files", "shm", "clock", "control plane", "local"),
     }
     assert not lone_atoll.state.exists()
@@ -61,7 +70,7 @@ def test_doctor_tries_the_store(lone_atoll: Any, tmp_path: Path) -> None:
     done = lone_atoll("doctor", "--uri", f"file://{tmp_path}/store")
     assert done.returncode == 0, done.stdout
     assert "answers" in done.stdout
-    assert "honours conditional writes" in done.stdout
+    assert "supports conditional writes" in done.stdout
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     words = ("doctor", "--uri", "s3://bucket/run")

@@ -50,7 +50,7 @@ def test_a_project_runs_on_modal_by_the_name_of_the_executor(
     )
     done = lone_atoll("run", "-n", "2", "--executor", "cloud", "--", "python", "train.py")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("cloud does not honour topology_spread pack: Modal places") == 1
+    assert done.stderr.count("cloud does not support topology_spread pack: Modal places") == 1
     assert sorted(done.stdout.splitlines()) == [
         "[0] from the project on us-east-1",
         "[1] from the project on us-east-1",

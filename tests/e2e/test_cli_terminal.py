@@ -28,7 +28,7 @@ def test_ctrl_c_cancels_and_waits_for_the_ranks(atoll: Any) -> None:
     terminal.press("\x03")
     assert terminal.code() == 130
     assert not is_alive(pid)
-    assert "cancelling the training; once more to leave at once" in terminal.text
+    assert "cancelling the training; press Ctrl-C again to leave at once" in terminal.text
     assert atoll.json("status", "stopped")["phase"] == "cancelled"
 
 
@@ -38,10 +38,11 @@ def test_a_second_ctrl_c_leaves_at_once_and_the_ranks_are_stopped_all_the_same(a
     )
     pid = _pid(terminal)
     terminal.press("\x03")
-    terminal.read_until("once more to leave at once")
+    terminal.read_until("press Ctrl-C again to leave at once")
     terminal.press("\x03")
     assert terminal.code() == 128 + signal.SIGINT
     assert "the training is being cancelled" in terminal.text
+    assert terminal.text.rfind("\x1b[?25l") < terminal.text.rfind("\x1b[?25h"), "the cursor is back"
     assert "was cancelled" not in terminal.text
     until((atoll.cwd / "asked").exists)
     (atoll.cwd / "go").touch()
@@ -73,8 +74,48 @@ def test_status_w_draws_until_the_end_and_top_draws_until_ctrl_c(atoll: Any) -> 
     assert atoll("cancel", "watched").returncode == 0
     assert status.code() == 0
     assert "was cancelled" in status.text
+    assert "\x1b[?1049l" not in status.text.rpartition("was cancelled")[2], "told after the screen"
     top.press("\x03")
     assert top.code() == 130
+    assert top.text.rstrip().endswith("\x1b[?25h\x1b[?1049l")
+    assert atoll("rm", "watched").returncode == 0
+
+
+def test_what_is_not_drawn_on_a_terminal_loads_nothing_that_draws(atoll: Any) -> None:
+    assert atoll("run", "--name", "lean", "--", "true").returncode == 0
+    traced = {"PYTHONPROFILEIMPORTTIME": "1"}
+    follow = ("run", "--name", "lean-2", "--", "true")
+    for words in (("--help",), ("ps",), ("status", "lean", "--json"), ("top",), follow):
+        done = atoll(*words, **traced)
+        assert done.returncode == 0, done.stderr
+        loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "atoll.cli.main" in loaded
+        assert not {name for name in loaded if name.partition(".")[0] == "rich"}, words
+    dumb = atoll.in_terminal("status", "lean", TERM="dumb", **traced)
+    assert dumb.code() == 0
+    assert " rich" not in dumb.text
+
+
+def test_a_narrow_terminal_gets_one_line_and_whole_log_lines(atoll: Any) -> None:
+    program = f"echo {'long ' * 20}; sleep 60"
+    name = "a-training-with-a-name-of-more-than-forty-columns"
+    terminal = atoll.in_terminal("run", "--name", name, "--", "sh", "-c", program, COLUMNS="40")
+    terminal.read_until("[0]")
+    terminal.read_until(f"── {name[:37]}")
+    assert name not in terminal.text
+    assert "long " * 19 in terminal.text, "a terminal breaks it, so it can be copied whole"
+    terminal.press("\x03")
+    assert terminal.code() == 130
+    assert atoll("rm", name).returncode == 0
+
+
+def test_a_dumb_terminal_gets_changes_as_lines(atoll: Any) -> None:
+    terminal = atoll.in_terminal("run", "--name", "dumb", "--", "sh", "-c", SLEEPER, TERM="dumb")
+    terminal.read_until("atoll: dumb ready 1/1")
+    terminal.press("\x03")
+    assert terminal.code() == 130
+    assert "\x1b" not in terminal.text
+    assert "\x1b" not in _in_terminal(atoll, "top", TERM="dumb")
 
 
 def test_a_progress_bar_shows_as_it_would_have_been_left(atoll: Any) -> None:
@@ -93,7 +134,7 @@ def _pid(terminal: Any) -> int:
     return int(terminal.text.split("up ")[1].split()[0])
 
 
-EVIL = r"printf '\033]0;owned\007\033]52;c;eA==\007\033[31mred\033[2J\033[1A\n'; exit 3"
+EVIL = r"printf '\033]0;owned\007\033]52;c;eA==\007\033[31mred\033[2J\033[5A\n'; exit 3"
 
 
 def test_a_terminal_gets_no_escape_of_a_rank_but_colours(atoll: Any) -> None:
@@ -103,7 +144,7 @@ def test_a_terminal_gets_no_escape_of_a_rank_but_colours(atoll: Any) -> None:
     assert "\x1b[31mred\x1b[0m" in terminal.text
     for shown in (terminal.text, _in_terminal(atoll, "logs", "evil")):
         assert "owned" not in shown.replace(EVIL, "").replace("\\x1b]0;owned", "")
-        for sequence in ("\x1b]", "\x1b[2J", "\x1b[1A", "\x07"):
+        for sequence in ("\x1b]", "\x1b[2J", "\x1b[5A", "\x07"):
             assert sequence not in shown
     assert "\x1b]0;owned" in atoll("logs", "evil").stdout  # a file gets every byte
 
@@ -122,8 +163,8 @@ def test_an_escape_in_a_command_breaks_no_table(atoll: Any) -> None:
     assert "\\x1b[2Jforged" in atoll("ps").stdout
 
 
-def _in_terminal(atoll: Any, *words: str) -> str:
-    terminal = atoll.in_terminal(*words)
+def _in_terminal(atoll: Any, *words: str, **env: str) -> str:
+    terminal = atoll.in_terminal(*words, **env)
     assert terminal.code() == 0
     text: str = terminal.text
     return text
@@ -138,7 +179,7 @@ def test_top_shows_what_ranks_use_and_their_loss_and_leaves_the_screen_as_it_was
     assert made.returncode == 0, made.stderr
     until(lambda: _figures(atoll).keys() >= {"loss", "machine/cpu", "machine/memory"})
     assert _figures(atoll)["loss"]["value"] == 1.0
-    once = atoll("top", "--once")
+    once = atoll("top", "--count", "1")
     assert "\x1b" not in once.stdout, "no colour where there is no terminal"
     assert "█" in once.stdout
     assert "M" in once.stdout.split("MEMORY")[1]

@@ -69,8 +69,8 @@ def kernel(atoll: Any) -> Iterator[Kernel]:
 
 
 def test_the_cells_of_the_page_run(atoll: Any, kernel: Kernel) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "notebooks.md").read_text()
-    first, second = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
+    first, second = re.findall(r'^```python title="cell-\d"\n(.*?)^```', page, re.M | re.S)
     [(kind, shown)] = kernel.run(first)
     assert kind == "display_data", shown
     assert "my-run" in shown["data"]["text/html"]

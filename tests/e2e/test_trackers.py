@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
-BLOCK = re.compile(r"^## ([\w&]+)$.*?^```python\n(.*?)^```", re.M | re.S)
+PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
+BLOCK = re.compile(r'^```python title="(\w+)_train.py"\n(.*?)^```', re.M | re.S)
 SNIPPETS = dict(BLOCK.findall(PAGE.read_text()))
 
 pytestmark = pytest.mark.soak  # importing the libraries takes most of the time
@@ -29,7 +29,7 @@ def run(atoll: Any, name: str, title: str, *options: str) -> dict[str, Any]:
 
 def test_tensorboard_has_the_curve_and_the_ids(atoll: Any) -> None:
     pytest.importorskip("torch")
-    status = run(atoll, "in-tensorboard", "TensorBoard")
+    status = run(atoll, "in-tensorboard", "tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(atoll.cwd / "runs" / "in-tensorboard" / "rank0-0")).Reload()
@@ -40,8 +40,10 @@ def test_tensorboard_has_the_curve_and_the_ids(atoll: Any) -> None:
 
 
 def test_wandb_has_the_ids_in_its_config(atoll: Any) -> None:
-    pytest.importorskip("wandb", reason="it is large: docs/trackers.md says how it was tried")
-    status = run(atoll, "in-wandb", "W&B", "--env", "WANDB_MODE=offline", "--env", "WANDB_SILENT=1")
+    pytest.importorskip("wandb", reason="it is large: docs/monitor.md says how it was tried")
+    status = run(
+        atoll, "in-wandb", "wandb", "--env", "WANDB_MODE=offline", "--env", "WANDB_SILENT=1"
+    )
     [written] = (atoll.cwd / "wandb").glob("offline-run-*/run-*.wandb")
     content = written.read_bytes()
     assert status["uid"].encode() in content

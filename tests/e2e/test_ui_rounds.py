@@ -29,7 +29,7 @@ def test_rounds_are_a_grid_that_opens_their_manifests(atoll: Any, browser: Any) 
     visitor = Visitor(browser, atoll)
     visitor.sign_in()
     page = visitor.open("/t/seen", "#rounds canvas")
-    page.wait_for_selector("#rounds >> text=rounds agreed")
+    page.wait_for_selector("#rounds >> text=rounds committed")
     assert "Read from the manifests in the store" in page.inner_text("#rounds")
     page.wait_for_selector(".jump a:has-text('Rounds')")
     tip = "#rounds .rtip >> text=/Rank 0, round \\d+: (in|joined)/"

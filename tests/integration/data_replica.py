@@ -39,7 +39,7 @@ def main(uri: str, rank: int, world: int, folder: Path, length: int, workers: in
         model, inner, sync_every=4, uri=uri, rank=rank, world_size=world, min_replicas=1, grace_s=2
     ) as diloco:
         dataset = Numbers(length)
-        data = diloco.shard(dataset, seed=5, batch=4)
+        data = diloco.data(dataset, seed=5, batch=4)
         (folder / f"ready.{rank}.{os.getpid()}").touch()
         loader = data.loader(DataLoader(dataset, batch_sampler=data.sampler, num_workers=workers))
         for batch in loader:

@@ -88,14 +88,28 @@ def leave_a_round(diloco: DiLoCo) -> None:
         sys.exit(0)
 
 
-ENDS = {each.__name__: each for each in (close, leave_open, fail, leave, destroy, leave_a_round)}
+def leave_alone(diloco: DiLoCo) -> None:
+    """One process exits; the other one goes to its next round, and must not wait for it."""
+    with diloco:
+        if dist.get_rank() == 0:
+            sys.exit(0)
+        diloco.sync()
+
+
+ENDS = {
+    each.__name__: each
+    for each in (close, leave_open, fail, leave, destroy, leave_a_round, leave_alone)
+}
 
 
 def run(name: str, process: int, folder: Path) -> None:
     global last, kept
     last = LastObject()
     torch.manual_seed(0)
-    if name == "leave_a_round":
+    if name == "leave_alone":
+        store = {"uri": f"file://{folder}/store", "rank": 0, "world_size": 1}
+        kept = train(process, folder, 4, **store)
+    elif name == "leave_a_round":
         pair = {"uri": f"file://{folder}/store", "rank": 0, "world_size": 2, "min_replicas": 2}
         kept = train(process, folder, 1, overlap_steps=1, **pair)
     else:

@@ -99,7 +99,7 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
             time.sleep(0.02)
         if "data" in world:
             trained = []
-            for indices in diloco.shard(world["data"], batch=2, part=(part, parts)):
+            for indices in diloco.data(world["data"], batch=2, part=(part, parts)):
                 x = torch.tensor([[float(at)] * 6 for at in indices]) / 100
                 nn.functional.mse_loss(model(x), x[:, :2] * 0.5).backward()
                 inner.step()

@@ -3,7 +3,7 @@
     python leaving_replica.py ROUNDS STEP_S HOW
 
 HOW is `plain`, or `polite`: a program that ends by itself once it is told to go.
-Step 13 is followed by the others when the file $GATE is there.
+Step 13 is followed by the others when the file $GATE is there, or the replica is told to go.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
             inner.step()
             inner.zero_grad()
             say("step", diloco.steps)
-            while gate is not None and diloco.steps == 13 and not os.path.exists(gate):
+            while gate is not None and diloco.steps == 13 and not diloco.leaving:
+                if os.path.exists(gate):
+                    break
                 time.sleep(0.02)
             if diloco.reports and diloco.steps % 10 == 0:
                 say("round", diloco.round, *diloco.reports[-1].members)

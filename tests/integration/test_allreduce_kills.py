@@ -25,8 +25,9 @@ def one_kill(victim: int, point: int, is_after: bool, size: int = 3) -> None:
     def fall_and_rise() -> None:
         world.take_part(victim, lambda number: number >= ROUNDS, kill_at(point, is_after))
         with world.replica(victim) as again:
+            late: list[int] = []
             for turn in range(100, 200):
-                number = world.call(again, turn)
+                number = world.call(again, turn, late)
                 if again.last_round is not None and again.last_round.is_member:
                     break
             else:
@@ -34,7 +35,7 @@ def one_kill(victim: int, point: int, is_after: bool, size: int = 3) -> None:
             is_back.set()
             while number < ROUNDS + 1:
                 turn += 1
-                number = world.call(again, turn)
+                number = world.call(again, turn, late)
 
     survivors = [r for r in range(size) if r != victim]
     run_threads(fall_and_rise, *(lambda r=r: survive(r) for r in survivors))
@@ -59,7 +60,7 @@ def test_killed_at_every_request(batch: int) -> None:
 
 def random_kills(number: int, kills: int, size: int = 4, codec: str = "fp32") -> int:
     """Every rank dies at a random request again and again; then all do a few rounds in peace."""
-    world = World(size, codec=codec, is_in_place=bool(number % 2))
+    world = World(size, codec=codec)
     left = threading.Semaphore(kills)
     in_peace = threading.Barrier(size, timeout=90)
     died = []
@@ -91,7 +92,7 @@ def test_killed_at_random_requests_again_and_again(batch: int, codec: str) -> No
 
 def random_stalls(number: int, rounds: int, size: int = 3, codec: str = "fp32") -> None:
     """Replicas that sleep through the grace at any request: given up on, yet still there."""
-    world = World(size, codec=codec, is_in_place=bool(number % 2))
+    world = World(size, codec=codec)
 
     def live(rank: int) -> None:
         fault = stall(random.Random(seed(number, rank)), 0.08, 0.25)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from obstore.store import MemoryStore
-from tests.allreduce.world import FaultyStore, Killed, kill_at, run_threads
+from tests.allreduce.world import run_threads
 
 from atoll import ObjectStoreAllReduce
 from atoll.core.errors import BelowMinimumWorld, DistributedError, ValidationError
@@ -50,16 +48,16 @@ def reduce_all(call: Callable[[ObjectStoreAllReduce, int], Any], **options: Any)
     return results
 
 
-@pytest.mark.parametrize(("codec", "carries"), [("fp32", False), ("int8", True)])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [(list, "f4"), (in_one_piece, "f4"), (as_torch, "f4"), (as_torch, "f2")],
 )
 @pytest.mark.parametrize("where", ["apart", "in one piece", "the result before", "themselves"])
 def test_the_mean_is_in_out_with_the_bits_it_would_have_without(
-    codec: str, carries: bool, make: Any, dtype: str, where: str
+    codec: str, make: Any, dtype: str, where: str
 ) -> None:
-    options = {"codec": codec, "carries_late_work": carries}
+    options = {"codec": codec}
 
     def plain(replica: ObjectStoreAllReduce, rank: int) -> list[list[Any]]:
         return [replica.allreduce(make(bring(rank, turn, dtype))) for turn in range(3)]
@@ -95,39 +93,11 @@ def test_the_mean_is_in_out_with_the_bits_it_would_have_without(
 def test_the_result_of_an_earlier_call_needs_no_other_memory() -> None:
     def call(replica: ObjectStoreAllReduce, rank: int) -> bool:
         out = replica.allreduce(bring(rank, 0))
-        room = replica._cargo[""].spare  # the row of the values
-        assert not any(np.shares_memory(room, each) for each in out)
         again = replica.allreduce(bring(rank, 1), out=out)
         vector = again[0].base
         return all(each.base is vector for each in again if each.size)
 
     assert reduce_all(call) == [True, True]
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_second_attempt_brings_the_values_and_not_what_the_first_left(is_shared: bool) -> None:
-    """Rank 2 dies with its upload in the store, so a first attempt is made and given up."""
-    store: Any = MemoryStore()
-    results: dict[int, Any] = {}
-    points = {0: None, 1: None, 2: kill_at(4, is_after=True)}
-
-    def go(rank: int) -> None:
-        blobs = FaultyStore(store, points[rank])
-        try:
-            with ObjectStoreAllReduce(blobs, rank, 3, min_replicas=2, grace_s=1) as replica:
-                tensors = bring(rank, 0)
-                results[rank] = replica.allreduce(tensors, out=tensors if is_shared else None)
-                results[rank, "report"] = replica.last_round
-        except Killed:
-            pass
-
-    run_threads(*(lambda r=r: go(r) for r in range(3)))
-    members = set(results[0, "report"].members)
-    assert (results[0, "report"].attempt, members) == (1, {0, 1})
-    for index in range(len(SHAPES)):
-        mean = np.mean([bring(rank, 0)[index].astype("f8") for rank in members], axis=0)
-        for rank in (0, 1):
-            np.testing.assert_allclose(results[rank][index], mean, rtol=1e-5, atol=1e-6)
 
 
 def test_a_call_that_fails_leaves_the_tensors_as_they_were() -> None:
@@ -171,10 +141,10 @@ def test_a_bad_out_is_named_before_anything_has_happened(
     out: Any, field: str, messages: str
 ) -> None:
     with ObjectStoreAllReduce(f"memory://{uuid.uuid4()}", 0, 2) as replica:
-        before = replica.blobs.traffic.requests
+        before = replica.store.traffic.requests
         with pytest.raises(ValidationError) as error:
             replica.allreduce(bring(0, 0), out=out)
-        assert replica.blobs.traffic.requests == before
+        assert replica.store.traffic.requests == before
     assert error.value.field == field
     assert messages in str(error.value)
 
@@ -194,68 +164,3 @@ def test_a_closed_replica_says_so() -> None:
     replica.close()
     with pytest.raises(DistributedError, match="is closed"):
         replica.allreduce([np.ones(3, "f4")])
-
-
-class KindCounter(FaultyStore):
-    """Counts what was asked for and was there: looks in vain depend on the time they come at."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__(store)
-        self.counts: dict[str, int] = {}
-        self._counts_lock = threading.Lock()
-
-    def _note(self, kind: str) -> None:
-        with self._counts_lock:
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-
-    def put(self, key: str, data: Any) -> None:
-        super().put(key, data)
-        self._note("put")
-
-    def create(self, key: str, data: Any) -> bool:
-        is_new = super().create(key, data)
-        self._note("put" if is_new else "in vain")
-        return is_new
-
-    def reader(self, key: str, start: int = 0, end: int | None = None) -> Any:
-        reader = super().reader(key, start, end)
-        request = reader._request
-
-        def counted() -> None:
-            request()
-            self._note("get")
-
-        reader._request = counted  # type: ignore[method-assign]
-        return reader
-
-
-@pytest.mark.parametrize("size", [2, 3, 16])
-def test_a_round_makes_the_requests_its_protocol_needs_and_no_others(size: int) -> None:
-    """2(N-1) GETs and 2 PUTs a rank; the manifest is one PUT, and one GET of everybody else."""
-    store: Any = MemoryStore()
-    counts: dict[tuple[int, int], dict[str, int]] = {}
-    authors: list[int] = []
-    start = threading.Barrier(size)
-    rounds = 3
-
-    def go(rank: int) -> None:
-        blobs = KindCounter(store)
-        values = [np.full(size * 100, rank, "f4")]
-        with ObjectStoreAllReduce(blobs, rank, size, grace_s=600, keep_rounds=100) as replica:
-            for number in range(rounds):
-                blobs.counts.clear()
-                start.wait()
-                replica.allreduce(values)
-                counts[rank, number] = dict(blobs.counts)
-                assert replica.last_round is not None
-                assert len(replica.last_round.members) == size
-                assert replica.last_round.committed is not None
-                if replica.last_round.committed.by == replica._me.nonce:
-                    authors.append(rank)
-
-    run_threads(*(lambda r=r: go(r) for r in range(size)))
-    assert len(authors) == rounds
-    for number in range(1, rounds):  # the first round also asks where the run is
-        of_round = [counts[rank, number] for rank in range(size)]
-        assert sum(c["put"] for c in of_round) == 2 * size + 1
-        assert sum(c["get"] for c in of_round) == size * 2 * (size - 1) + size - 1

@@ -66,7 +66,7 @@ def test_a_clock_that_is_set_fails_bills_and_forgets_nothing(
 def lose_power(plane: ControlPlane, training: Training, *, asleep_s: float, clock: Path) -> None:
     """Everything ends at once, nothing is written, and the machine is off for so long."""
     plane.kill()
-    for pid in plane.shim_pids(training):
+    for pid in plane.supervision_pids(training):
         os.kill(pid, signal.SIGSTOP)
     while pids := plane.left_pids():
         for pid in pids:

@@ -83,7 +83,7 @@ def test_replicas_that_move_identically_are_told_by_all() -> None:
     done = run(3, lambda rank, model, inner, _: train(model, inner, 4, seed=min(rank, 1)))
     for diloco, _ in done:
         (messages,) = diloco.warnings
-        assert "round 0: ranks 1 and 2 moved identically" in messages
+        assert "round 0: ranks 1 and 2 have identical pseudo-gradients" in messages
 
 
 def test_replicas_that_read_the_same_data_are_told_though_they_move_apart() -> None:
@@ -204,7 +204,7 @@ def test_steps_after_the_last_whole_round_are_told_of_or_synchronised() -> None:
     assert (synced.round, synced.reports[-1].weight) == (2, 3)
 
 
-def test_one_weight_cannot_own_the_mean(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_weight_cannot_own_the_mean() -> None:
     uri = f"memory:///{uuid.uuid4()}"
 
     def replica(rank: int) -> tuple[float, dict[int, float]]:
@@ -219,7 +219,6 @@ def test_one_weight_cannot_own_the_mean(caplog: pytest.LogCaptureFixture) -> Non
     for mean, manifest in world(3, replica):
         assert manifest == {0: 1.0, 1: 1.0, 2: 100.0}
         assert mean == pytest.approx(100 / 102)
-    assert "weight of rank 2" in caplog.text
 
 
 def test_a_replica_that_counts_something_else_is_named_by_all() -> None:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from atoll.core.errors import BelowMinimumWorld, ValidationError
+from atoll.core.errors import BelowMinimumWorld, DistributedError, ValidationError
 from atoll.diloco import DiLoCo
 from atoll.objectstore import ObjectStore
 
@@ -214,7 +214,7 @@ def test_until_gives_batches_and_begins_them_again() -> None:
 def test_until_epochs_ends_with_the_data() -> None:
     each = Replica(None, 0, 1)
     with each.diloco:
-        data = each.diloco.shard(30, epochs=2, batch=4)
+        data = each.diloco.data(30, epochs=2, batch=4)
         count = 0
         for batch in each.diloco.until(data, epochs=2):
             count += len(batch)
@@ -230,7 +230,7 @@ def test_until_epochs_ends_with_the_data() -> None:
         ({}, "expected rounds=, steps=, tokens= or epochs="),
         ({"rounds": -1}, "rounds"),
         ({"steps": 1.5}, "steps"),
-        ({"epochs": 1}, "diloco.shard(n)"),
+        ({"epochs": 1}, "diloco.data(n)"),
         ({"tokens": float("nan")}, "tokens"),
     ],
     ids=str,
@@ -273,15 +273,36 @@ def test_an_error_says_that_a_rank_finished(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_last_replicas_end_without_those_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can do their rounds alone; that their model is another one at the end is an error."""
     monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "2")
     monkeypatch.setenv("ATOLL_UID", "launch-of-two")
     blobs = store()
 
-    def replica(rank: int) -> int:
+    def replica(rank: int) -> tuple[int, str]:
         each = Replica(blobs, rank, 2, timeout=20, grace_s=0.2, min_replicas=2)
-        with each.diloco:
-            for _ in each.diloco.until(rounds=1 + rank):
-                each.step()
-        return each.diloco.round
+        try:
+            with each.diloco:
+                for _ in each.diloco.until(rounds=1 + rank):
+                    each.step()
+        except DistributedError as error:
+            return each.diloco.round, str(error)
+        return each.diloco.round, ""
 
-    assert world(2, replica) == [1, 2]
+    (first, nothing), (second, messages) = world(2, replica)
+    assert (first, nothing, second) == (1, "", 2)
+    assert "replicas end apart: this one ends with round 2, rank 0 with round 1" in messages
+
+
+def test_replicas_that_end_with_the_same_round_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was late for the last round: it takes that round when it ends."""
+    monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "2")
+    monkeypatch.setenv("ATOLL_UID", "launch-of-two")
+    blobs = store()
+    one, two = (Replica(blobs, rank, 2, grace_s=0.1, min_replicas=1) for rank in range(2))
+    for _ in one.diloco.until(rounds=3):
+        one.step()
+    one.diloco.close()
+    two.diloco.close()
+    ours, theirs = one.diloco.global_parameters(), two.diloco.global_parameters()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    assert torch.equal(one.model[0].weight, two.model[0].weight)

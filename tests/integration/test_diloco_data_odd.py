@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,35 +10,33 @@ import torch
 from tests.integration.test_diloco import world
 from tests.integration.test_diloco_data import outer, step, store
 
-from atoll.diloco.allreduce import keys
+from atoll.diloco import setup
 from atoll.diloco.data import ranges
+from atoll.diloco.round.effects import RoundConfig
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_the_report_tells_of_rounds_whose_rosters_were_folded(
     monkeypatch: pytest.MonkeyPatch, fragments: int
 ) -> None:
-    monkeypatch.setattr(keys, "BLOCK", 4)
+    monkeypatch.setattr(setup, "RoundConfig", partial(RoundConfig, history_block=4))
     blobs = store()
     model, inner, diloco = outer(
         blobs, 0, 1, sync_every=fragments, fragments=fragments, checkpoint_every=2
     )
     with diloco:
-        for batch in diloco.shard(80, batch=2):
+        for batch in diloco.data(80, batch=2):
             step(model, inner, batch, 0)
             inner.step()
             inner.zero_grad()
-    first = "run" if fragments == 1 else "run.0-of-2"
-    blocks = blobs.list(f"{first}/past")
-    assert len(blocks) >= 2
-    oldest = min(blob.key for blob in blobs.list(f"{first}/manifest"))
-    assert oldest > f"{first}/manifest/00000004"
+    assert len(blobs.list("run/history")) >= 2
+    assert min(info.key for info in blobs.list("run/manifest")) > "run/manifest/00000004"
 
     model, inner, again = outer(
         blobs, 0, 1, sync_every=fragments, fragments=fragments, checkpoint_every=2
     )
     with again:
-        assert list(again.shard(80, batch=2)) == []
+        assert list(again.data(80, batch=2)) == []
         report = again.data_report()
     assert report.used == report.by_rank[0] == 80
     positions = [at for use in report.rounds for at in ranges.positions(use.ranges)]
@@ -52,7 +51,7 @@ def test_data_that_twice_trains_no_number_is_dropped_and_counted() -> None:
         model, inner, diloco = outer(blobs, rank, 2, min_replicas=2, grace_s=60)
         taken: list[list[int]] = []
         with diloco:
-            for batch in diloco.shard(96, batch=2):
+            for batch in diloco.data(96, batch=2):
                 step(model, inner, batch, rank)
                 taken.append(list(batch))
                 if rank == 1 and (len(taken) + 3) // 4 in bad:

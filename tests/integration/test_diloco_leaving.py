@@ -14,8 +14,8 @@ from tests.integration.test_diloco import net, train, world
 from tests.support.forked import Forked
 
 from atoll.diloco import DiLoCo, RoundReport
-from atoll.diloco.allreduce.keys import COMPLETE, UploadName, parse_upload
 from atoll.diloco.data import ranges
+from atoll.diloco.round import objects
 from atoll.objectstore import ObjectStore
 
 pytestmark = pytest.mark.timeout(240)
@@ -76,7 +76,7 @@ def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
     assert manifests == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
     for messages in ("goes on without", "given up", "waiting for ranks"):
         assert messages not in errors
-    marks = [blob.key for blob in ObjectStore.open(uri).list("run/up") if "/left/" in blob.key]
+    marks = [info.key for info in ObjectStore.open(uri).list("run/upload/ended")]
     assert any(key.endswith("00000.left") for key in marks), marks
 
 
@@ -131,8 +131,8 @@ def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     store = ObjectStore.open(tmp_path.as_uri())
 
-    def uploads() -> list[UploadName]:
-        names = [parse_upload(blob.key, blob.size) for blob in store.list("run/up")]
+    def uploads() -> list[objects.UploadKey]:
+        names = [objects.parse_upload(info.key[4:]) for info in store.list("run/upload")]
         return [name for name in names if name is not None]
 
     with DiLoCo(
@@ -160,8 +160,10 @@ def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
         teller.join()
         assert diloco.leaving
         diloco.sync()
-    assert sorted(name.note == COMPLETE for name in uploads()) == [False, True]
-    assert [blob.key for blob in store.list("run/up/left")] == ["run/up/left/launch/00000.left"]
+    (upload,) = uploads()
+    assert (upload.round, upload.rank) == (0, 0)
+    marks = [info.key for info in store.list("run/upload/ended")]
+    assert marks == ["run/upload/ended/launch/00000.left"]
 
 
 def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
@@ -202,15 +204,15 @@ def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
-    store.put("run/up/left/launch/00001.failed", b"failed")
+    store.put("run/upload/ended/launch/00001.failed", b"failed")
 
     def replica(rank: int) -> Any:
         model = net(0)
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         if rank == 1:  # it comes when the other one has looked for it
-            while not store.list("run/up/00000000"):
+            while not store.list("run/upload/00000000"):
                 pass
-            store.list("run/up")
+            store.list("run/upload")
         with DiLoCo(
             model,
             inner,
@@ -226,41 +228,6 @@ def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Pat
         return diloco.reports[0].members
 
     assert world(2, replica) == [(0, 1), (0, 1)]
-
-
-@pytest.mark.parametrize("overlap_steps", [0, 3])
-def test_what_was_handed_in_is_not_in_the_state_that_is_left(
-    tmp_path: Path, overlap_steps: int
-) -> None:
-    """What a codec left out of earlier rounds goes with what is handed in, and counts once."""
-    left: dict[str, Any] = {}
-
-    def replica(rank: int) -> None:
-        model = net(0)
-        inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        with DiLoCo(
-            model,
-            inner,
-            sync_every=5,
-            overlap_steps=overlap_steps,
-            uri=tmp_path.as_uri(),
-            rank=rank,
-            world_size=2,
-            min_replicas=2,
-            timeout=60,
-            codec="int4",
-        ) as diloco:
-            train(model, inner, rank, 5)
-            assert diloco.state_dict()["feedback"][0][""]["up"].any()
-            if rank == 0:
-                diloco.leave()
-                return
-            train(model, inner, rank, 2)
-            diloco.leave()
-            left.update(diloco.state_dict()["feedback"][0][""])
-
-    world(2, replica)
-    assert left["up"] is None or not left["up"].any()
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -284,7 +251,7 @@ def test_a_replica_that_ends_its_last_period_gives_back_its_data_and_is_not_wait
             timeout=4000,
             grace_s=2000,
         ) as diloco:
-            data = diloco.shard(100, batch=2)
+            data = diloco.data(100, batch=2)
             for number, indices in enumerate(data, start=1):
                 model(torch.tensor([[float(at)] for at in indices]) / 100).sum().backward()
                 inner.step()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.allreduce.world import run_threads
+from tests.support.stores import run_threads
 
 from atoll.diloco import DiLoCo
 
@@ -43,7 +43,7 @@ def train(folder: Path, codec: str, values: int, overlap: int = 0) -> None:
 
 # Values, momentum and one row; lossy codecs keep the mean encoded, and what the own means lack.
 @pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize(("codec", "most"), [("fp32", 3.07), ("int4", 3.8), ("bf16", 4.0)])
+@pytest.mark.parametrize(("codec", "most"), [("fp32", 3.1), ("int4", 3.8), ("bf16", 4.0)])
 def test_a_round_that_saves_needs_a_few_rows(
     tmp_path: Path, codec: str, most: float, overlap: int
 ) -> None:

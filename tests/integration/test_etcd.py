@@ -16,7 +16,7 @@ import pytest
 
 from atoll.backends.local import etcd_server
 from atoll.backends.local.etcd_server import start_etcd, stop_etcd
-from atoll.backends.local.rendezvous_file import find_etcd
+from atoll.backends.local.rendezvous import find_etcd
 from atoll.core.errors import Permanent, Temporary
 from atoll.mesh.etcd import EtcdKeys, KeyChange
 

@@ -25,7 +25,7 @@ from atoll.core.errors import Permanent
 from atoll.core.spec import Source
 from atoll.core.status import Training
 from atoll.main import build
-from atoll.sdk import embedded
+from atoll.sdk import endpoint
 
 UNTIL_TOLD = "echo up; while [ ! -e {folder}/end ]; do sleep 0.02; done; echo bye; exit $RANK"
 
@@ -295,7 +295,7 @@ def test_full_disk_without_a_token_or_any_state_is_refused_and_nothing_is_touche
             with pytest.raises(Permanent, match=f"cannot write to {where}: No space left"):
                 build(where)
         with pytest.raises(Permanent, match=f"cannot write to {plane.state}: No space left"):
-            embedded.start(plane.state)
+            endpoint.start(plane.state)
         assert sorted(path.name for path in plane.state.iterdir()) == before
         (disk / "filler").unlink()
         with serving(disk / "state") as plane:

@@ -80,11 +80,11 @@ KINDS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "journal zeros": ("journal", zero),
     "journal a directory": ("journal", replace_by_directory),
     "journal of an earlier time": ("journal", go_back),
-    "wish deleted": ("gang.json", delete),
-    "wish emptied": ("gang.json", empty),
-    "wish truncated": ("gang.json", truncate),
-    "wish another document": ("gang.json", replace_by_other_file),
-    "wish a directory": ("gang.json", replace_by_directory),
+    "desired state deleted": ("desired.json", delete),
+    "desired state emptied": ("desired.json", empty),
+    "desired state truncated": ("desired.json", truncate),
+    "desired state another document": ("desired.json", replace_by_other_file),
+    "desired state a directory": ("desired.json", replace_by_directory),
     "record deleted": ("training.json", delete),
     "record garbage": ("training.json", spoil),
     "record a directory": ("training.json", replace_by_directory),
@@ -92,9 +92,9 @@ KINDS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "lock another file": ("lock", replace_by_other_file),
     "socket deleted": ("control", delete),
     "socket another file": ("control", replace_by_other_file),
-    "mark deleted": ("keeper", delete),
-    "mark garbage": ("keeper", spoil),
-    "log of the shim deleted": ("shim.log", delete),
+    "mark deleted": ("watchdog", delete),
+    "mark garbage": ("watchdog", spoil),
+    "log of the supervisor deleted": ("supervisor.log", delete),
     "logs deleted": ("logs", delete),
     "errors deleted": ("errors", delete),
     "all files deleted": ("", delete_content),
@@ -246,7 +246,7 @@ def test_a_wish_reaches_a_supervisor_that_has_lost_its_socket(
 
     async def desired() -> Facts:
         gang = SupervisorClient(directory, lambda: None)
-        await gang.desired({**gang.gang(), "version": 2, "size": 1})  # or else it does not answer
+        await gang.apply({**gang.document(), "version": 2, "size": 1})  # or else it does not answer
         gang.close()
         return gang.facts
 
@@ -268,9 +268,9 @@ def test_a_damaged_journal_of_ranks_that_are_gone_ends_the_training_and_is_kept(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     (training,) = begin(plane, tmp_path, ["one"]).values()
-    keeper, supervisor = plane.shim_pids(training)
+    watchdog, supervisor = plane.supervision_pids(training)
     plane.kill()
-    for pid in (keeper, supervisor):
+    for pid in (watchdog, supervisor):
         os.kill(pid, signal.SIGKILL)
     journal = plane.directory(training) / "journal"
     with journal.open("ab") as file:

@@ -115,9 +115,9 @@ def attempts_of(counts: list[int]) -> Counter[tuple[int, int]]:
 
 VICTIMS = {
     "supervisor": ("supervisor",),
-    "keeper": ("keeper",),
-    "both": ("keeper", "supervisor"),
-    "all three": ("keeper", "supervisor", "plane"),
+    "watchdog": ("watchdog",),
+    "both": ("watchdog", "supervisor"),
+    "all three": ("watchdog", "supervisor", "plane"),
 }
 
 
@@ -148,22 +148,22 @@ def shims_killed_at_random(
                 echo {name} $RANK $ATOLL_ATTEMPT >> {tmp_path}/done"""
             plane.create(script, 4, name=name, max_restarts=number % 2)
             training = plane.get(name)
-            shim = wait_for_shim(plane, training)
+            pids_of = wait_for_supervision(plane, training)
             time.sleep(0.2 * chance.random())
-            strike(plane, shim, victims)
+            strike(plane, pids_of, victims)
             training = plane.until_over(name)
             plane.until_released(name)
             check(tmp_path, training, seed)
         wait_for(lambda: not plane.left())
 
 
-def wait_for_shim(plane: ControlPlane, training: Training) -> dict[str, int]:
+def wait_for_supervision(plane: ControlPlane, training: Training) -> dict[str, int]:
     """Its pids as soon as there are any; none if it was too quick for us."""
     found: dict[str, int] = {}
 
     def is_there() -> bool:
         try:
-            found["keeper"], found["supervisor"] = plane.shim_pids(training)
+            found["watchdog"], found["supervisor"] = plane.supervision_pids(training)
         except StopIteration:
             return plane.get(training.name).status.phase.is_terminal
         return True
@@ -172,12 +172,12 @@ def wait_for_shim(plane: ControlPlane, training: Training) -> dict[str, int]:
     return found
 
 
-def strike(plane: ControlPlane, shim: dict[str, int], victims: tuple[str, ...]) -> None:
+def strike(plane: ControlPlane, pids_of: dict[str, int], victims: tuple[str, ...]) -> None:
     for name in victims:
         if name == "plane":
             plane.kill()
-        elif name in shim:
-            processes.kill(shim[name], signal.SIGKILL)
+        elif name in pids_of:
+            processes.kill(pids_of[name], signal.SIGKILL)
     if "plane" in victims:
         plane.start()
 
@@ -205,7 +205,7 @@ def test_ranks_run_on_while_there_is_no_control_plane(tmp_path: Path) -> None:
         plane.kill()
         (tmp_path / "end").touch()
         wait_for(lambda: len(read(tmp_path / "ended")) == 2)
-        wait_for(lambda: not plane.left())  # the shim too has nothing left to do
+        wait_for(lambda: not plane.left())  # the supervisor, too, has nothing left to do
         plane.start()
         training = plane.until_over(name)
         assert [e.exit_code for e in training.status.rank_exits] == [0, 4]

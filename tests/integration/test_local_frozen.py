@@ -28,7 +28,7 @@ def started(
 
 
 def freeze(plane: ControlPlane, training: Training) -> tuple[int, int]:
-    pair = plane.shim_pids(training)
+    pair = plane.supervision_pids(training)
     for pid in pair:
         os.kill(pid, signal.SIGSTOP)
     return pair
@@ -112,7 +112,7 @@ def test_pair_that_cannot_go_on_is_ended_and_replaced(
     training = started(
         plane, "echo $RANK.$ATOLL_ATTEMPT up; echo up; exec sleep 1000", max_restarts=1
     )
-    pair = plane.shim_pids(training)
+    pair = plane.supervision_pids(training)
     stopping += pair
     wait_for(lambda: not any(processes.is_running(pid, processes.start_ticks(pid)) for pid in pair))
     stopping.clear()
@@ -127,13 +127,13 @@ def test_pair_that_cannot_go_on_is_ended_and_replaced(
 @pytest.mark.soak
 def test_pair_is_left_alone_when_only_its_listener_was_stopped(plane: ControlPlane) -> None:
     training = started(plane)
-    pair = plane.shim_pids(training)
+    pair = plane.supervision_pids(training)
     os.kill(plane.pid, signal.SIGSTOP)
     threading.Timer(4.0, os.kill, (plane.pid, signal.SIGCONT)).start()
     deadline = time.monotonic() + 4.5
     wait_for(lambda: time.monotonic() > deadline)
     plane.until_ready(training.name, RANKS)
-    assert plane.shim_pids(training) == pair
+    assert plane.supervision_pids(training) == pair
 
 
 def is_stopped(pid: int) -> bool:

@@ -29,7 +29,7 @@ def begun(plane: ControlPlane, ranks: int, **options: object) -> Training:
 
     def is_begun() -> bool:
         try:
-            _, supervisor = plane.shim_pids(training)
+            _, supervisor = plane.supervision_pids(training)
         except StopIteration:
             return False
         return len(processes.children(supervisor)) > 10

@@ -15,7 +15,7 @@ from atoll.backends.local.executor import LocalBackend
 from atoll.controller.loop import Controller, Pass
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 FOREVER = ["sleep", "1000"]
 

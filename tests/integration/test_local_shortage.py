@@ -82,7 +82,9 @@ def test_supervisor_that_dies_of_a_shortage_for_a_while(
         f"is_told = os.path.exists({str(tmp_path / 'told')!r})\n"
         f"if os.path.getsize(path) <= {SHORT_STARTS} or not is_told: {death}\n"
     )
-    monkeypatch.setattr(supervisor_client, "SHIM", short + supervisor_client.SHIM)
+    monkeypatch.setattr(
+        supervisor_client, "SUPERVISOR_CODE", short + supervisor_client.SUPERVISOR_CODE
+    )
 
     async def check() -> None:
         async with plane(tmp_path) as control:

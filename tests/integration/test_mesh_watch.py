@@ -14,8 +14,7 @@ from atoll.core.mesh import MeshState
 from atoll.core.model import decode
 from atoll.mesh import fabric
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import FABRIC_DIR, Membership, MeshVerdict, ReachReport, agent_name
-from atoll.mesh.watch import MeshWatch
+from atoll.mesh.watch import FABRIC_DIR, Membership, MeshVerdict, MeshWatch, ReachReport, agent_name
 
 
 @pytest.fixture
@@ -173,8 +172,11 @@ def test_ranks_that_share_a_host_share_its_key(server: EtcdServer) -> None:
 
 
 def test_an_etcd_that_comes_back_empty_is_told_everything_again(
-    server: EtcdServer, tmp_path: Path
+    server: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A watch asks an empty etcd for a change that never comes, until its time is up.
+    monkeypatch.setattr(EtcdKeys.next_change, "__defaults__", (0.5,))
+
     async def scene() -> None:
         async with EtcdKeys(server.endpoint) as keys:
             heard, again = Heard(), Heard()

@@ -227,7 +227,7 @@ def test_without_the_client_library_it_says_what_to_install() -> None:
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     first, second = done.stdout.splitlines()
-    assert first.startswith("ModalExecutor needs modal: pip install 'atoll[modal]'")
+    assert first.startswith("ModalExecutor needs modal: pip install '.[modal]' in a clone")
     assert second.startswith(
-        "the kind 'modal' needs the package 'modal': pip install 'atoll[modal]'"
+        "the kind 'modal' needs the package 'modal': pip install '.[modal]' in a clone"
     )

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from atoll.backends.local import ports
-from atoll.backends.local.ports import lease_port, outside
+from atoll.backends.local import rendezvous
+from atoll.backends.local.rendezvous import lease_port, outside
 from atoll.core.errors import Temporary
 
 SRC = Path(__file__).parents[2] / "src"
 LEASE_MANY = """
 import sys
-from atoll.backends.local.ports import lease_port
+from atoll.backends.local.rendezvous import lease_port
 leases = [lease_port() for _ in range(40)]
 print(*[lease.port for lease in leases], flush=True)
 sys.stdin.read()
@@ -27,7 +27,8 @@ sys.stdin.read()
 def test_processes_that_lease_at_once_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     # Few ports, so that they do collide where nothing prevents it.
     code = (
-        "import atoll.backends.local.ports as p; p.LOWEST, p.HIGHEST = 15000, 15399\n" + LEASE_MANY
+        "import atoll.backends.local.rendezvous as p; p.LOWEST, p.HIGHEST = 15000, 15399\n"
+        + LEASE_MANY
     )
     workers = [
         subprocess.Popen(
@@ -49,8 +50,8 @@ def test_processes_that_lease_at_once_never_share_a_port(monkeypatch: pytest.Mon
 
 
 def only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(ports, "LOWEST", port)
-    monkeypatch.setattr(ports, "HIGHEST", port)
+    monkeypatch.setattr(rendezvous, "LOWEST", port)
+    monkeypatch.setattr(rendezvous, "HIGHEST", port)
 
 
 def test_a_leased_port_can_be_bound_by_the_rank_and_by_nobody_else_leased(

@@ -10,7 +10,7 @@ import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
 from atoll.backends.local.processes import all_pids, is_running, start_ticks
-from atoll.backends.local.rendezvous_file import read_rendezvous
+from atoll.backends.local.rendezvous import read_rendezvous
 from atoll.core.mesh import MeshState
 from atoll.core.spec import RendezvousSpec
 from atoll.core.status import Training
@@ -28,13 +28,13 @@ def started(plane: ControlPlane, go: Path, **options: object) -> Training:
 
 
 def relatives(plane: ControlPlane, training: Training) -> dict[str, int]:
-    """The keeper, the supervisor and the etcd of a training, by what they run."""
+    """The watchdog, the supervisor and the etcd of a training, by what they run."""
     wanted = str(plane.directory(training)).encode()
     lines = {pid: _line(pid) for pid in all_pids()}
     ours = {pid: line for pid, line in lines.items() if wanted in line}
     etcd = next(pid for pid, line in ours.items() if b"--enable-v2" in line)
     supervisor = _parent(etcd)
-    return {"keeper": _parent(supervisor), "supervisor": supervisor, "etcd": etcd}
+    return {"watchdog": _parent(supervisor), "supervisor": supervisor, "etcd": etcd}
 
 
 def _line(pid: int) -> bytes:
@@ -64,7 +64,7 @@ def test_ranks_and_etcd_outlive_the_control_plane(plane: ControlPlane, tmp_path:
     assert plane.left() == []
 
 
-@pytest.mark.parametrize("victims", [["supervisor"], ["keeper", "supervisor"]])
+@pytest.mark.parametrize("victims", [["supervisor"], ["watchdog", "supervisor"]])
 def test_etcd_dies_with_its_supervisor_and_is_back_for_the_next_attempt(
     plane: ControlPlane, tmp_path: Path, victims: list[str]
 ) -> None:

@@ -252,7 +252,7 @@ def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Pa
     text = (
         f"import sys; sys.path.append({SOURCE!r})\n"
         "from atoll import set_result\n"
-        "from atoll.agent.replica_entry import set_result\n"
+        "from atoll.agent.result import set_result\n"
         "print('half a line', end='', flush=True)\n"
         "set_result({'loss': 0.5})\n"
     )
@@ -531,9 +531,9 @@ def test_replicas_end_with_a_script_that_forgets_them(tmp_path: Path) -> None:
 
 def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path) -> None:
     launcher, root = start_script(tmp_path, str(tmp_path), "executor.collect(handles)")
-    (guard,) = [p for p in processes.children(launcher.pid) if "guard(sys.argv" in _command(p)]
+    (reaper,) = [p for p in processes.children(launcher.pid) if "reap(sys.argv" in _command(p)]
     with launcher:
-        os.kill(guard, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         launcher.kill()
         launcher.wait(60)
     assert root.exists()
@@ -556,16 +556,24 @@ os.write(1, f"world of {total} replica {os.environ['REPLICA_RANK']}\\n".encode()
 dist.barrier()  # who leaves first breaks the connection of who is still joining
 dist.destroy_process_group()
 """
+# What torchrun says of the world, without loading torch to meet in it.
+SHOWN = """
+import os
+total, replica = os.environ["WORLD_SIZE"], os.environ["REPLICA_RANK"]
+os.write(1, f"world of {total} replica {replica}\\n".encode())
+"""
 
 
 @pytest.mark.timeout(300)  # four times importing torch, and again for each torchrun
-@pytest.mark.parametrize("flags", [[], ["--standalone"], ["--nnodes=1"]])
+@pytest.mark.parametrize(
+    ("flags", "program"), [([], WORLD), (["--standalone"], SHOWN), (["--nnodes=1"], SHOWN)]
+)
 def test_a_torchrun_in_a_replica_is_a_world_of_its_own(
-    executor: LocalProcessExecutor, tmp_path: Path, flags: list[str]
+    executor: LocalProcessExecutor, tmp_path: Path, flags: list[str], program: str
 ) -> None:
     pytest.importorskip("torch")
     worker = tmp_path / "worker.py"
-    worker.write_text(WORLD)
+    worker.write_text(program)
     words = [sys.executable, "-m", "torch.distributed.run", *flags, "--nproc-per-node=2"]
     launcher = f"import os\nos.execv({words[0]!r}, {[*words, str(worker)]!r})\n"
     handles = executor.launch_replicas(2, script(tmp_path, launcher), timeout=240)

@@ -103,7 +103,7 @@ def judge(fleet: Fleet) -> None:
     """Every digest that was printed is that of the mean of the uploads in the manifest."""
     store = ObjectStore.open(fleet.uri)
     codec = get_codec(fleet.codec)
-    cut = Cut(SIZE, fleet.world, (codec, codec))
+    cut = Cut.of(SIZE, fleet.world, (codec, codec))
     printed: dict[int, set[str]] = {}
     for round, digest in fleet.lines:
         printed.setdefault(round, set()).add(digest)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
-from tests.allreduce.world import read_manifest, run_threads
+from tests.allreduce.world import run_threads
 
-from atoll import LocalProcessExecutor
+from atoll import LocalProcessExecutor, ObjectStoreAllReduce
 from atoll.core.errors import BelowMinimumWorld, ValidationError
-from atoll.diloco.allreduce import ObjectStoreAllReduce, pace, settle
-from atoll.diloco.allreduce.start import read_start
+from atoll.diloco.round import objects, pace, protocol
+from atoll.diloco.start import find_min_replicas, read_start
 from atoll.objectstore import ObjectStore
 
 GRACE_S = 0.15
@@ -26,7 +26,7 @@ WORLD = 4
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "FIRST_GRACE_S", GRACE_S)
-    monkeypatch.setattr(settle, "STAGGER_S", 0.02)
+    monkeypatch.setattr(protocol, "STAGGER_S", 0.02)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, count: int = WORLD) -> None:
@@ -92,7 +92,9 @@ def test_with_a_grace_of_the_caller_no_run_is_split_in_silence(
     chance, run = random.Random(seed), Run(timeout=2)
     late = [chance.uniform(0, 4 * GRACE_S) for _ in range(WORLD)]
     run_threads(*(run.replica(rank, late_s, grace_s=GRACE_S) for rank, late_s in enumerate(late)))
-    manifest = read_manifest(ObjectStore(run.store, "memory"), 0, 0, run="abc")
+    key = objects.manifest_key(0)
+    body = ObjectStore(run.store, "memory").get(f"abc/{key}")
+    manifest = objects.read_manifest(key, bytes(body))
     members = {member.rank for member in manifest.members}
     assert len(members) > WORLD / 2
     assert {*members, *manifest.missing} == set(range(WORLD))
@@ -102,7 +104,7 @@ def test_it_says_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(monkeypatch)
-    monkeypatch.setattr(settle, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(protocol, "WAITING_S", 0.0)
     run, message = Run(), "waiting for ranks 1, 3 of 4 before the first round"
     header = threading.Event()
 
@@ -112,7 +114,7 @@ def test_it_says_whom_it_waits_for(
                 header.set()
 
     ear = Ear()
-    logging.getLogger("atoll.allreduce").addHandler(ear)
+    logging.getLogger("atoll.round").addHandler(ear)
 
     def come_then(rank: int) -> Callable[[], None]:
         def come() -> None:
@@ -124,7 +126,7 @@ def test_it_says_whom_it_waits_for(
     try:
         run_threads(run.replica(0), run.replica(2), come_then(1), come_then(3))
     finally:
-        logging.getLogger("atoll.allreduce").removeHandler(ear)
+        logging.getLogger("atoll.round").removeHandler(ear)
     assert run.manifests[0][0] == (0, [0, 1, 2, 3])
     # Each of the two has said it once, and not at every look.
     assert sum(message == record.getMessage() for record in caplog.records) <= 2
@@ -226,25 +228,6 @@ def test_a_training_that_began_with_fewer_waits_for_no_others(
     assert not run.missing
 
 
-def test_runs_that_begin_as_one_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, 3)
-    start, run = read_start(3, 2, None, None), Run(3, timeout=0.4)
-
-    def two_fragments(rank: int) -> None:
-        blobs = ObjectStore(run.store, "memory")
-        parts = [
-            ObjectStoreAllReduce(blobs, rank, 3, run_id=name, timeout_s=timeout, start=start)
-            for name, timeout in (("a", 0.4), ("b", 100))
-        ]
-        for part in parts:
-            part.allreduce([np.full(8, rank, np.float32)])
-            assert part.last_round is not None
-            run.manifests.setdefault(rank, []).append((0, sorted(part.last_round.members)))
-
-    run_threads(lambda: two_fragments(0), lambda: two_fragments(2))
-    assert run.manifests == {rank: [(0, [0, 2])] * 2 for rank in (0, 2)}
-
-
 def test_what_the_caller_says_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch)
     run = Run()
@@ -253,9 +236,9 @@ def test_what_the_caller_says_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     again = Run()
     run_threads(again.replica(0, min_replicas=1, rounds=1))
     assert again.manifests[0] == [(0, [0])]
-    assert read_start(4, 2, None, None).together == 4
-    assert read_start(4, 2, None, 1.0).together is None
-    assert read_start(4, 1, 1, None).quorum == 1
+    assert read_start(4, None, None).together == 4
+    assert read_start(4, None, 1.0).together is None
+    assert find_min_replicas(1, 4) == 1
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +251,8 @@ SCRIPT = """
 import os, time
 import numpy as np
 from atoll import ObjectStoreAllReduce
-from atoll.diloco.allreduce import pace
-from atoll.agent.replica_entry import set_result
+from atoll.diloco.round import pace
+from atoll.agent.result import set_result
 pace.FIRST_GRACE_S = 0.1
 rank = int(os.environ["RANK"])
 uri = os.environ["ATOLL_RENDEZVOUS_URI"]

@@ -15,7 +15,7 @@ SCRIPT = """
 import json, os, time
 import numpy as np
 from atoll import ObjectStoreAllReduce, set_result
-from atoll.diloco.allreduce import pace
+from atoll.diloco.round import pace
 args = json.loads(os.environ["ATOLL_ENTRYPOINT_ARGS"])
 if args["grace_s"]:
     pace.FIRST_GRACE_S = args["grace_s"]

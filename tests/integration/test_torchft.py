@@ -178,14 +178,36 @@ def test_buckets_are_refused_exactly_where_torchft_would_leave_elements_out(
             check_handed(sizes, manager.handed[:count])
 
 
-def test_a_replica_that_comes_later_ends_with_the_same_bits() -> None:
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_a_replica_that_comes_later_has_the_same_bits_after_every_step(is_overtaken: bool) -> None:
+    """`is_overtaken`: a round is committed between the loading of the state and its first round."""
     uri = f"memory:///{uuid.uuid4()}"
-    done: dict[str, list[torch.Tensor]] = {}
+    store, has_loaded = ObjectStore.open(uri), threading.Event()
+    after: dict[str, dict[int, list[torch.Tensor]]] = {"stays": {}, "leaves": {}, "comes": {}}
 
-    def replica(name: str, rank: int, rounds: int, at_round: Callable[[int], None]) -> None:
+    class Manager(ObjectStoreManager):
+        def start_quorum(self, *args: Any, **more: Any) -> None:
+            super().start_quorum(*args, **more)
+            if is_overtaken and self.current_step() == 4 and self.participating_rank() == 1:
+                has_loaded.set()
+                wait_until(lambda: is_stored("manifest/", "00000004"))
+
+    def is_stored(folder: str, key: str) -> bool:
+        return any(key in info.key for info in store.list(f"run.torchft-0/{folder}"))
+
+    def has_checkpoint(step: int) -> bool:
+        return any(info.key.endswith(f"/{step:010d}") for info in store.list("run.torchft"))
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def replica(name: str, rank: int, rounds: int, at_step: Callable[[int], None]) -> None:
         net = torch.nn.Linear(7, 3)  # every replica begins with other values
         inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        manager = ObjectStoreManager(
+        manager = Manager(
             state_dict=net.state_dict,
             load_state_dict=net.load_state_dict,
             uri=uri,
@@ -197,34 +219,34 @@ def test_a_replica_that_comes_later_ends_with_the_same_bits() -> None:
         )
         outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         with DiLoCo(manager, [net], inner, outer, sync_every=2):
-            while manager.current_step() < rounds:
+            while (step := manager.current_step()) < rounds:
                 net(torch.randn(4, 7)).square().mean().backward()
                 inner.step()
                 inner.zero_grad()
-                at_round(manager.current_step())
+                if manager.current_step() != step:
+                    values = [p.detach().clone() for p in net.parameters()]
+                    after[name][manager.current_step()] = values
+                at_step(manager.current_step())
         manager.shutdown()
-        done[name] = [p.detach().clone() for p in net.parameters()]
 
     def wait_for_the_other(step: int) -> None:
-        # Once the checkpoint of step 6 is made, until the other one has brought its round 6.
-        deadline = time.monotonic() + 60
-        while (
-            step == 6
-            and any(blob.key.endswith("/0000000006") for blob in store.list("run.torchft"))
-            and not any("/00000006/00001." in blob.key for blob in store.list("run.torchft-0/up"))
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        if is_overtaken and step == 4 and has_checkpoint(4):
+            wait_until(has_loaded.is_set)
+        if (is_overtaken and step == 5) or (step == 6 and has_checkpoint(6)):
+            wait_until(lambda: is_stored("upload/", f"/{step:08d}/00001."))
 
     def comes_later() -> None:
         replica("leaves", 1, 3, lambda step: None)
+        wait_until(lambda: is_overtaken or has_checkpoint(6))
         replica("comes", 1, 10, lambda step: None)
 
-    store = ObjectStore.open(uri)
     errors = side_by_side(lambda: replica("stays", 0, 10, wait_for_the_other), comes_later)
     assert errors == []
-    assert all(map(torch.equal, done["stays"], done["comes"]))
-    assert not torch.equal(done["stays"][0], done["leaves"][0])
+    assert sorted(after["leaves"]) == [1, 2, 3]
+    assert {7, 8, 9, 10} <= set(after["comes"])
+    for name in ("leaves", "comes"):
+        for step, values in after[name].items():
+            assert all(map(torch.equal, values, after["stays"][step])), (name, step)
 
 
 def test_local_sgd_averages_the_parameters() -> None:

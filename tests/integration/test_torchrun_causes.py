@@ -31,23 +31,23 @@ def main():
     raise ValueError("oops\\nin two lines")
 main()
 """
-PROGRAMS = {
-    "alone": ("raise ValueError('oops')", "ValueError: oops"),
-    "world": (WORLD, "ValueError: oops"),
-    "recorded": (RECORDED, "ValueError: oops"),
-    "killed": ("import os; os.kill(os.getpid(), 9)", "Signal 9 (SIGKILL) received by PID"),
+KILLED = "import os; os.kill(os.getpid(), 9)"
+PROGRAMS = {  # the program, how many processes of it, what is told
+    "alone": ("raise ValueError('oops')", 1, "ValueError: oops"),
+    "world": (WORLD, 2, "ValueError: oops"),
+    "recorded": (RECORDED, 2, "ValueError: oops"),
+    "killed": (KILLED, 1, "Signal 9 (SIGKILL) received by PID"),
 }
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_torchrun_does_not_hide_the_exception(
-    shared_plane: ControlPlane, tmp_path: Path, program: str, processes: str
+    shared_plane: ControlPlane, tmp_path: Path, program: str
 ) -> None:
-    text, expected = PROGRAMS[program]
+    text, processes, expected = PROGRAMS[program]
     (tmp_path / "program.py").write_text(text)
-    command = [*TORCHRUN, processes, str(tmp_path / "program.py")]
+    command = [*TORCHRUN, str(processes), str(tmp_path / "program.py")]
     name = shared_plane.create(command, env={"OMP_NUM_THREADS": "1"})
     training = shared_plane.until_over(name, timeout=200)
     cause = training.status.root_cause

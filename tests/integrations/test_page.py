@@ -1,4 +1,4 @@
-"""docs/integrations.md, done literally: the script of its page on Trainer, with `atoll run`."""
+"""docs/convert.md, done literally: its script for Trainer, with `atoll run`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "convert.md"
 pytestmark = [
     pytest.mark.skipif(
         "ATOLL_INTEGRATIONS" not in os.environ, reason="started by `make integrations`"
@@ -22,7 +22,7 @@ pytestmark = [
 def test_the_script_of_the_page_trains_two_replicas(tmp_path: Path) -> None:
     text = PAGE.read_text()
     (script,) = re.findall(r'^```python title="finetune.py"\n(.*?)^```', text, re.M | re.S)
-    (command,) = re.findall(r"^```sh\n(atoll run .*?)\n```", text, re.M)
+    (command,) = re.findall(r"^```sh\n(atoll run .*finetune.py)\n```", text, re.M)
     (tmp_path / "finetune.py").write_text(script)
     env = os.environ | {"ATOLL_STATE_DIR": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
     atoll = [sys.executable, "-m", "atoll.cli"]

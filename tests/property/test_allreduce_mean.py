@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.diloco.allreduce.sections import BLOCK, WeightedMean
 from atoll.diloco.packing import Vector
+from atoll.diloco.round.inputs import BLOCK, WeightedMean
 
 
 def weighted_mean(parts: list[Vector], weights: list[float]) -> Vector:

@@ -22,8 +22,8 @@ from atoll.core.status import Training
 from atoll.metrics.store import MetricStore
 from atoll.server.app import create_app
 from atoll.server.http.auth import hash_token
-from atoll.store.memory import MemoryStore
-from atoll.store.tokens import SQLiteTokens
+from atoll.store.database import SQLiteTokens
+from atoll.store.sqlite import MemoryStore
 
 KEY = b"k" * 32
 READ = (
@@ -69,9 +69,9 @@ points = st.dictionaries(st.sampled_from(["loss", "tokens"]), st.lists(point, ma
 report = st.fixed_dictionaries(
     {
         **{"rank": st.just(0), "attempt": whole, "process": whole},
-        **{"n": mostly(st.integers(1, 9)), "figures": points},
+        **{"n": mostly(st.integers(1, 9)), "metrics": points},
     },
-    optional={"skipped": whole, "still": real, "rounds": st.lists(word, max_size=2)},
+    optional={"skipped": whole, "idle_s": real, "rounds": st.lists(word, max_size=2)},
 )
 
 
@@ -142,7 +142,7 @@ def test_no_report_keeps_anybody_from_reading(reading: Reading, reports: list[An
 
 
 def body(**fields: Any) -> bytes:
-    whole = {"rank": 0, "attempt": 1, "process": 0, "id": "b", "n": 1, "figures": {}, **fields}
+    whole = {"rank": 0, "attempt": 1, "process": 0, "id": "b", "n": 1, "metrics": {}, **fields}
     return json.dumps(whole).encode()
 
 
@@ -152,11 +152,11 @@ def body(**fields: Any) -> bytes:
         ({"skipped": 2**64 - 1}, 400),
         ({"n": 2**64 - 1}, 400),
         ({"rank": 2**64 - 1}, 400),
-        ({"still": 1e300}, 400),
-        ({"figures": {"loss": [["nan", 1, 0.5]]}}, 200),
-        ({"figures": {"loss": [[1e300, 1, 0.5]]}}, 200),
-        ({"figures": {"loss": [[1.0, 1e300, 0.5]]}}, 200),
-        ({"figures": {"loss": [[1.0, 1, "inf", "nan", "-inf", 3, 0]]}}, 200),
+        ({"idle_s": 1e300}, 400),
+        ({"metrics": {"loss": [["nan", 1, 0.5]]}}, 200),
+        ({"metrics": {"loss": [[1e300, 1, 0.5]]}}, 200),
+        ({"metrics": {"loss": [[1.0, 1e300, 0.5]]}}, 200),
+        ({"metrics": {"loss": [[1.0, 1, "inf", "nan", "-inf", 3, 0]]}}, 200),
     ],
 )
 def test_numbers_that_cannot_be_kept_are_refused_or_counted(
@@ -169,7 +169,7 @@ def test_numbers_that_cannot_be_kept_are_refused_or_counted(
 def test_a_point_that_is_left_out_is_counted_and_the_others_are_kept(tmp_path: Path) -> None:
     metric_store = MetricStore(tmp_path / "series.db")
     points = [["nan", 1, 0.5], [1.0, 2, 0.25], [1.0, 3, "nan"]]
-    metric_store.take("u", [body(figures={"loss": points})])
+    metric_store.take("u", [body(metrics={"loss": points})])
     assert metric_store.skipped("u") == 1
     (one,) = metric_store.series("u")
     assert [list(column) for column in one.series.columns][0] == [1.0, 1.0]

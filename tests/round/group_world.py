@@ -49,6 +49,9 @@ class Sum:
     def rows(self) -> Mapping[str, Vector]:
         return {"values": self.values}
 
+    def room(self, start: int, size: int) -> None:
+        return None
+
     def step(self, round: int, start: int, mean: Vector) -> None:
         self.values[start : start + mean.size] += mean
 
@@ -63,7 +66,7 @@ def live(folder: Path, rank: int, world: int, life: tuple[int, int, int], plan: 
     nonce = secrets.token_hex(8)
     if group is not None:
         nonce = group.broadcast_from_leader(nonce if process == 0 else None)
-    cut = Cut(SIZE, world, (codec, codec))
+    cut = Cut.of(SIZE, world, (codec, codec))
     layout = RunLayout(((TensorSpec("float32", (SIZE,)),),), world, codec.name, codec.name, "sum")
     share = Share(cut, process, processes)
     fragment = Fragment(share, Sum(share.size))
@@ -86,13 +89,11 @@ def live(folder: Path, rank: int, world: int, life: tuple[int, int, int], plan: 
                 break
             whole = np.random.default_rng([rank, driver.round, number]).standard_normal(SIZE)
             fragment.add(0, whole.astype(np.float32)[share.start : share.stop])
-            driver.start(Offer(1.0, 1))
-            result = driver.wait()
+            result = driver.run(Offer(1.0, 1))
             line = f"{result.rounds} {result.chain} {rank}.{process}/{processes}\n"
             os.write(1, line.encode())
-        driver.leave("done")
+        driver.finish()
         np.save(folder / f"{rank}.{process}.{driver.round}.npy", fragment.outer.rows["values"])
-        driver.close()
 
 
 def start(

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from atoll.diloco.round.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce import ObjectStoreAllReduce
 
 SIZE = 60_000
 

@@ -15,9 +15,8 @@ from atoll.core.executors import executor_problem
 from atoll.core.phase import EDGES, Phase
 from atoll.core.plan import STALE_S
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.stats import usage
-from atoll.core.status import AttemptStatus, Event, Status, Training
-from atoll.store.memory import MemoryStore
+from atoll.core.status import AttemptStatus, Event, Status, Training, usage
+from atoll.store.sqlite import MemoryStore
 from tests.sim.world import Crash, Faults, Machine, SimExecutor, has_exit
 
 T = TypeVar("T")

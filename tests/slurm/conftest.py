@@ -17,7 +17,7 @@ from atoll.backends.slurm.options import SlurmOptions
 from atoll.controller.loop import Controller
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 
 
@@ -40,7 +40,7 @@ class Lab:
         self.cluster = cluster
         self.folder = folder
         given = {"conf": str(cluster.conf), "heartbeat_timeout_s": 4.0, **options}
-        self.executor = SlurmBackend(folder / "trainings", SlurmOptions(**given))
+        self.executor = SlurmBackend(SlurmOptions(**given), folder / "trainings")
         self.store = MemoryStore()
         self.uids = 0
 

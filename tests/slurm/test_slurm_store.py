@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.bucket import Objects
-from atoll.agent.bundle import FILE
+from atoll.agent.bucket import Bucket
 from atoll.agent.records import name_of
+from atoll.backends.base import RECORDS, WRAPPER
 from atoll.backends.recorded import RecordReader
 from atoll.backends.slurm.executor import SlurmBackend
 from atoll.backends.slurm.options import SlurmOptions
-from atoll.backends.slurm.render import RECORDS
 from atoll.core.status import Training
 from tests.allreduce.s3server import S3Server
 from tests.slurm.conftest import Lab
@@ -32,8 +31,8 @@ class StoreArrays(SlurmBackend):
     def uri(self, training: Training) -> str:
         return f"s3://runs/{training.uid}"
 
-    def record_store_of(self, training: Training) -> Objects:  # type: ignore[override]
-        record_store = Objects.open(self.uri(training))
+    def record_store_of(self, training: Training) -> Bucket:  # type: ignore[override]
+        record_store = Bucket.open(self.uri(training))
         record_store.poll_s = record_store.heartbeat_s = 0.5
         return record_store
 
@@ -42,7 +41,7 @@ class StoreArrays(SlurmBackend):
 
     def script(self, training: Training, attempt: int, offset: int, tasks: Sequence[int]) -> str:
         text, folder = super().script(training, attempt, offset, tasks), self.folder_of(training)
-        beside = f"-S -I {folder}/{FILE} {folder}/{RECORDS}"
+        beside = f"-S -I {folder}/{WRAPPER} {folder}/{RECORDS}"
         assert beside in text
         return text.replace(beside, f"-m atoll.agent.wrapper {self.uri(training)}")
 
@@ -56,7 +55,7 @@ def test_claims_and_ends_are_in_the_store(
         monkeypatch.setenv(name, value)
     made = Lab(cluster, tmp_path)
     options = SlurmOptions(conf=str(cluster.conf), sbatch=["--mem=500M"])
-    made.executor = executor = StoreArrays(tmp_path / "trainings", options)
+    made.executor = executor = StoreArrays(options, tmp_path / "trainings")
 
     async def body(lab: Lab) -> None:
         script = 'echo "$RANK.$ATOLL_ATTEMPT" >> {folder}/ran; until [ -e {folder}/go ]; do '

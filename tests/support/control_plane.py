@@ -173,11 +173,11 @@ class ControlPlane:
     def directory(self, training: Training) -> Path:
         return self.state / "trainings" / training.uid
 
-    def shim_pids(self, training: Training) -> tuple[int, int]:
-        """The keeper and the supervisor."""
-        return self.shim_pids_of(self.directory(training))
+    def supervision_pids(self, training: Training) -> tuple[int, int]:
+        """The watchdog and the supervisor."""
+        return self.supervision_pids_of(self.directory(training))
 
-    def shim_pids_of(self, directory: Path) -> tuple[int, int]:
+    def supervision_pids_of(self, directory: Path) -> tuple[int, int]:
         found = [pid for pid in processes.all_pids() if str(directory) in _command_line(pid)]
         parents = {pid: _parent(pid) for pid in found}
         supervisor = next(pid for pid in found if parents[pid] in found)

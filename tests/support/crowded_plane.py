@@ -18,7 +18,7 @@ import httpx2
 from msgspec.structs import replace
 
 from atoll.agent.metrics import MetricWriter, batch_of
-from atoll.cli.ui import link_of
+from atoll.cli.plane import link_of
 from atoll.core.phase import Phase
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -38,8 +38,8 @@ from atoll.server.http.auth import hash_token
 from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
+from atoll.store.database import SQLiteTokens
 from atoll.store.sqlite import SQLiteStore
-from atoll.store.tokens import SQLiteTokens
 
 T = TypeVar("T")
 TOKEN = "t"

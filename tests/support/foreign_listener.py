@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.backends.local import plane_socket
+from atoll.backends.local.state import listen_locally
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -47,7 +47,7 @@ def listening_on(port: int, received: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def listening_in(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """While the block runs, another user serves the socket in that directory, once."""
-    with plane_socket.listen(directory, 5) as listening:
+    with listen_locally(directory, 5) as listening:
         file = listening.fileno()
         with subprocess.Popen(
             [sys.executable, "-c", LISTENER, str(file)], stdout=subprocess.PIPE, pass_fds=[file]

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from atoll.agent.bundle import FILE, wrapper_file
-from atoll.agent.record_store import RecordStore
+from atoll.agent.records import RecordStore
 from atoll.agent.wrapper import Folder
+from atoll.backends.base import WRAPPER, wrapper_file
 from atoll.backends.launch import RankLayout
 from atoll.backends.recorded import RecordedBackend
 from atoll.backends.records import AttemptKey, JobState, Timing
@@ -36,7 +36,7 @@ class ProcessBackend(RecordedBackend):
         self.is_silent = False
         self.questions = 0
         self.words: dict[AttemptKey, JobState] = {}  # instead of the truth
-        (root / FILE).write_bytes(wrapper_file())
+        (root / WRAPPER).write_bytes(wrapper_file())
 
     def record_store_of(self, training: Training) -> RecordStore:
         folder = self.root / training.uid
@@ -54,7 +54,7 @@ class ProcessBackend(RecordedBackend):
             self.start(training, rank, attempt)
 
     def start(self, training: Training, rank: int, attempt: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-S", "-I", str(self.root / FILE)]
+        command = [sys.executable, "-S", "-I", str(self.root / WRAPPER)]
         process = subprocess.Popen(
             [*command, str(self.root / training.uid), str(rank), str(attempt)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

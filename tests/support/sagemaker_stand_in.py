@@ -244,6 +244,7 @@ class StandInJob:
             "TrainingJobName": self.name,
             "TrainingJobArn": ARN + self.name,
             "CreationTime": self.created,
+            "LastModifiedTime": max(self.moves[-1][1], self.ended_at or 0.0),
             "TrainingJobStatus": self.status,
             "SecondaryStatus": self.secondary,
         }
@@ -351,6 +352,7 @@ class SageMakerStandIn:
             for job in self.jobs.values()
             if request.get("NameContains", "") in job.name
             and request.get("CreationTimeAfter", 0) <= job.created <= until
+            and request.get("LastModifiedTimeAfter", 0) <= job.summary()["LastModifiedTime"]
         ]
         start = int(request.get("NextToken", 0))
         end = start + min(request.get("MaxResults", 10), self.page)

@@ -18,14 +18,12 @@ from typing import Any
 import msgspec
 
 from atoll.backends.local.executor import LocalBackend
-from atoll.controller.clock import machine_clock, write_mark
-from atoll.controller.loop import Controller
+from atoll.controller.loop import Controller, machine_clock, write_mark
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, Conflict
 from atoll.core.executors import PlaneContext, load
 from atoll.core.spec import TrainingSpec
-from atoll.core.stats import usage
-from atoll.core.status import Training
+from atoll.core.status import Training, usage
 from atoll.store.sqlite import SQLiteStore
 
 

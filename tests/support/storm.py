@@ -23,7 +23,7 @@ import msgspec
 from tests.support.control_plane import ControlPlane, journal_records, make_spec, wait_for
 
 from atoll.backends.local import processes
-from atoll.backends.local.cgroup import group_for
+from atoll.backends.local.processes import cgroup_for
 from atoll.core.status import Training
 
 RANKS = 3
@@ -112,7 +112,7 @@ class Storm:
         self.gangs: list[Gang] = []
         self._names = itertools.count()
         self._timers: list[threading.Timer] = []
-        self._shims: Counter[str] = Counter()  # times that keeper or supervisor were struck
+        self._shims: Counter[str] = Counter()  # times that watchdog or supervisor were struck
         self._struck: set[tuple[int, int]] = set()  # ranks, by pid and start time
 
     def run(self, faults: int, *, round_size: int = 20) -> None:
@@ -130,11 +130,11 @@ class Storm:
     # Faults
 
     def _strike(self) -> None:
-        kinds = ["plane", "keeper", "supervisor", "pair", "rank", "rank"]
-        if group_for(
+        kinds = ["plane", "watchdog", "supervisor", "pair", "rank", "rank"]
+        if cgroup_for(
             Path("gang"), "1.2."
-        ):  # else nobody finds what outlives guard, keeper and supervisor
-            kinds.append("guard")
+        ):  # else nobody finds what outlives reaper, watchdog and supervisor
+            kinds.append("reaper")
         kind = self.chance.choice([*kinds, "clock"] if self.clock else kinds)
         how = self.chance.choice(["kill", "pause", "stop"])
         if kind == "clock":
@@ -166,18 +166,18 @@ class Storm:
             self._struck |= {(r["pid"], r["startTicks"]) for r in picked}
             return [(r["pid"], r["startTicks"]) for r in picked]
         try:
-            metric_store, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
+            watchdog, supervisor = map(_named, self.plane.supervision_pids_of(gang.directory))
         except StopIteration:  # it is being replaced
             return []
-        if kind == "guard":
-            guard = processes.parent(metric_store[0])
-            is_guard = processes.command_line(guard)[3:4] == [b"guard"]
-            return [_named(guard)] if is_guard else []
+        if kind == "reaper":
+            reaper = processes.parent(watchdog[0])
+            is_reaper = processes.command_line(reaper)[3:4] == [b"reaper"]
+            return [_named(reaper)] if is_reaper else []
         self._shims[gang.uid] += 1
         victims = {
-            "keeper": [metric_store],
+            "watchdog": [watchdog],
             "supervisor": [supervisor],
-            "pair": [metric_store, supervisor],
+            "pair": [watchdog, supervisor],
         }
         return victims[kind]
 

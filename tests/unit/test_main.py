@@ -14,7 +14,7 @@ from atoll.core.errors import ValidationError
 from atoll.main import configured
 from atoll.sdk.config import read
 from atoll.server.handlers.admission import probe_executors
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 EU = '[executors.eu]\nkind = "kubernetes"\nkubeconfig = "kube.yaml"\n'
 KUBECONFIG = """
@@ -58,7 +58,7 @@ def test_packages_that_are_not_there_are_named_with_what_to_type(
         monkeypatch.setitem(sys.modules, name, None)
     why = _unusable(tmp_path)
     assert "the kind 'kubernetes' needs the package 'lightkube" in why
-    assert "pip install 'atoll[kubernetes]'" in why
+    assert "pip install '.[kubernetes]' in a clone" in why
 
 
 def test_what_was_put_right_is_used_by_the_next_control_plane(tmp_path: Path) -> None:

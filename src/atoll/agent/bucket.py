@@ -1,108 +1,69 @@
-"""Records in an object store: the place for backends whose hosts see no folder together."""
+"""Records in an object store, for backends whose hosts share no folder."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from typing import TYPE_CHECKING
 
-from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.agent.records import RecordStore
+from atoll.core.errors import NotFound, Permanent, ValidationError
 
-BATCH = 1000
+if TYPE_CHECKING:
+    from atoll.objectstore import ObjectStore
+
+# Whoever reads or writes records tries again by itself, and meanwhile must show that it lives.
+PATIENCE_S = 10.0
 
 
-class Objects:
-    """A place for records under the URI of an object store: `agent/record_store.py:RecordStore`.
+class Bucket(RecordStore):
+    """The objects under a URI.
 
     Raises Temporary where another try may work, and Permanent where none will.
     """
 
-    poll_s = 2.0
-    heartbeat_s = 10.0
+    poll_s = 2.0  # a listing each, and a stop is noticed by so much later
+    heartbeat_s = 10.0  # a put each, which costs money: 360 an hour and rank
 
-    def __init__(self, store: Any, name: str) -> None:
-        self.name = name
+    def __init__(self, store: ObjectStore) -> None:
+        self.uri = store.uri
         self._store = store
 
     @classmethod
-    def open(cls, uri: str) -> Objects:
+    def open(cls, uri: str) -> Bucket:
         try:
-            from obstore.exceptions import BaseError
-            from obstore.store import from_url
+            from atoll.objectstore import ObjectStore
         except ModuleNotFoundError as error:
             raise Permanent(
-                f"records in {uri} need the package {error.name!r}: pip install 'atoll[store]'"
+                f"records in {uri} need the package {error.name!r}: "
+                "pip install '.[store]' in a clone of atoll"
             ) from error
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        config = {"region": region} | ({"endpoint": endpoint} if endpoint else {})
-        options = {"allow_http": endpoint.startswith("http://"), "timeout": "30s"}
-        is_s3 = uri.startswith("s3://")
-        try:
-            store = from_url(uri, client_options=options, **({"config": config} if is_s3 else {}))  # type: ignore[call-overload]
-        except BaseError as error:
-            raise ValidationError("uri", uri, str(error).splitlines()[0]) from error
-        return cls(store, uri)
+        return cls(ObjectStore.open(uri, patience_s=PATIENCE_S))
 
     def create(self, name: str, data: bytes) -> bool:
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-        try:
-            self._ask("put", name, data, mode="create", use_multipart=False)
-        except (AlreadyExistsError, PreconditionError):
-            # Or this very request, if its answer was lost and it was sent again.
-            return self.get(name) == data
-        return True
+        # Taken by this very request, if its answer was lost and it was sent again.
+        return self._store.create(name, data) or self.get(name) == data
 
     def put(self, name: str, data: bytes) -> None:
-        self._ask("put", name, data, use_multipart=False)
+        self._store.put(name, data)
 
-    def get(self, name: str, most: int | None = None) -> bytes | None:
-        """Raises ValidationError for an object of more than `most` bytes."""
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        """Raises ValidationError for an object of more than `max_bytes`."""
         try:
-            answer = self._ask("get", name)
-            size = answer.meta["size"]
-            if most is not None and size > most:
-                raise ValidationError(name, f"{size} bytes", f"expected {most} at most")
-            return bytes(answer.bytes())
-        except FileNotFoundError:
+            with self._store.reader(name) as reader:
+                size = reader.remaining()
+                if max_bytes is not None and size > max_bytes:
+                    raise ValidationError(name, f"{size} bytes", f"expected {max_bytes} at most")
+                data = memoryview(bytearray(size))
+                return bytes(data[: reader.fill(data)])
+        except NotFound:
             return None
 
     def heartbeat(self, name: str) -> None:
         self.put(name, b"")
 
     def entries(self) -> dict[str, int]:
-        pages = self._ask("list", None, chunk_size=BATCH)
         return {
-            item["path"]: int(item["last_modified"].timestamp() * 1e6) * 1000
-            for page in pages
-            for item in page
+            info.key: int(info.modified.timestamp() * 1e6) * 1000 for info in self._store.list("")
         }
 
     def delete(self, names: list[str]) -> None:
-        for first in range(0, len(names), BATCH):
-            try:
-                self._ask("delete", names[first : first + BATCH])
-            except FileNotFoundError:
-                for name in names[first : first + BATCH]:
-                    try:
-                        self._ask("delete", name)
-                    except FileNotFoundError:
-                        continue
-
-    def _ask(self, verb: str, *args: Any, **options: Any) -> Any:
-        import obstore
-        from obstore import exceptions
-
-        refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-        retained = (
-            *(exceptions.AlreadyExistsError, exceptions.PreconditionError),
-            *(FileNotFoundError, exceptions.NotFoundError),
-        )
-        try:
-            return getattr(obstore, verb)(self._store, *args, **options)
-        except retained:
-            raise
-        except refused as error:
-            raise Permanent(f"{self.name}: {str(error).splitlines()[0]}") from error
-        except (exceptions.BaseError, OSError) as error:
-            raise Temporary(f"{self.name}: {str(error).splitlines()[0]}") from error
+        self._store.delete(names)

@@ -1,4 +1,4 @@
-"""What a rank uses of its machine: CPU, memory, threads, bytes, GPUs; absent if it is not seen.
+"""What a rank uses of its machine: CPU, memory, threads, bytes, GPUs; absent if nobody can tell.
 
 From /proc for the processes of a rank, from the files of its control group (version 1 or 2) where a
 rank has a container of its own, from NVML for GPUs. With `agent/process.py` and `agent/wrapper.py`
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from atoll.agent.metric_sinks import Sink
 
-EVERY_S = 5.0
-MAX_PENDING = 60  # measurements that wait to be handed on
+EVERY_S = 5.0  # a measurement reads /proc once: 2 ms with 200 processes
+MAX_PENDING = 60  # measurements that wait to be sent: ten minutes of them
 CGROUP = "/sys/fs/cgroup"
 MACHINE = "machine/"
 IDLE_CORE = 0.01  # a process that only waits wakes up now and then
@@ -34,7 +34,7 @@ PARENT, GROUP, SESSION, TIMES, THREADS = 1, 2, 3, slice(11, 15), 17
 
 
 def stat_fields(pid: int) -> list[str]:
-    """From the state on; empty if it is gone."""
+    """From the state on; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -57,9 +57,9 @@ def processes_of(pid: int) -> dict[int, list[str]]:
     }
     is_new = True
     while is_new:
-        match = {each for each, fields in living.items() if int(fields[PARENT]) in own} - own
-        own |= match
-        is_new = bool(match)
+        children = {each for each, fields in living.items() if int(fields[PARENT]) in own} - own
+        own |= children
+        is_new = bool(children)
     return {each: living[each] for each in own}
 
 
@@ -201,7 +201,7 @@ class NvmlGpus:
     def metrics(self, visible: str | None, *, is_alone: bool) -> dict[str, float]:
         """`gpu`, the GPUs' worth of time in use, and `gpu_memory` of the GPUs that `visible` names,
         as CUDA_VISIBLE_DEVICES does. Without it whose use it is is known only of who is alone."""
-        handles = self._chosen(visible) if visible is not None else list(self._handles)
+        handles = self._visible_handles(visible) if visible is not None else list(self._handles)
         if not handles or (visible is None and not is_alone):
             return {}
         metrics = {}
@@ -213,7 +213,7 @@ class NvmlGpus:
             metrics["gpu_memory"] = sum(memory)
         return metrics
 
-    def _chosen(self, visible: str) -> list[Any]:
+    def _visible_handles(self, visible: str) -> list[Any]:
         chosen = []
         for token in visible.split(","):
             token = token.strip()
@@ -275,7 +275,7 @@ class UseThread(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(EVERY_S if self._number or self._points else 0.5):
-            with contextlib.suppress(Exception):  # figures must never end a rank
+            with contextlib.suppress(Exception):  # metrics must never end a rank
                 self.measure()
                 self.hand_on()
 
@@ -336,10 +336,10 @@ def batch_of(
         "id": writer,
         "n": number,
         "skipped": 0,
-        "figures": series,
+        "metrics": series,
     }
     if unchanged_s is not None:
-        document["still"] = round(unchanged_s, 3)
+        document["idle_s"] = round(unchanged_s, 3)
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
@@ -369,5 +369,5 @@ def watch_use(
         )
         thread.start()
         return thread
-    except Exception:  # figures must never end a rank
+    except Exception:  # metrics must never end a rank
         return None

@@ -1,4 +1,4 @@
-"""Where figures of a rank go: a folder on its host, the control plane by HTTP, an object store.
+"""Where metrics of a rank go: a folder on its host, the control plane by HTTP, an object store.
 
 The scheme of the variable `ATOLL_REPORTS` says which. A sink is used by one thread.
 """
@@ -18,14 +18,14 @@ else:
 
 WHERE = "ATOLL_REPORTS"
 TOKEN = "ATOLL_REPORTS_TOKEN"
-METRICS = "figures"  # the folder, or prefix, of what the ranks of a training report
-EVERY_S = 1.0
-SEGMENT_BYTES = 2**20
-UNCOLLECTED_SEGMENTS = 8  # from here on nobody seems to read: hand on less
-UNCOLLECTED_S = 60.0
-HTTP_EVERY_S = 2.0
-HTTP_TIMEOUT_S = 5.0
-OBJECTS_EVERY_S = 15.0
+METRICS = "metrics"  # the folder, or prefix, of what the ranks of a training report
+EVERY_S = 1.0  # a page that follows a training draws once a second
+SEGMENT_BYTES = 2**20  # of a file, which the collector deletes when it has read it
+UNCOLLECTED_SEGMENTS = 8  # from here on nobody seems to read: send less
+UNCOLLECTED_S = 60.0  # a point a minute is enough for somebody who comes back after days
+HTTP_EVERY_S = 2.0  # 1,000 ranks are 500 requests a second, which one control plane takes
+HTTP_TIMEOUT_S = 5.0  # then merged and sent with the next batch
+OBJECTS_EVERY_S = 15.0  # a put costs money: 240 an hour and rank
 OFTEN = 240  # objects of one process; later ones are rarer
 STORES = ("s3", "gs", "az")
 
@@ -35,7 +35,7 @@ class BatchRefused(Exception):
 
 
 class Sink(Protocol):
-    """Where figures go."""
+    """Where metrics go."""
 
     patience_s: float  # until a failed try is repeated
 
@@ -117,12 +117,12 @@ class ObjectSink:
         self._number = 0
 
     def hand_on(self, batch: bytes) -> float:
-        from atoll.agent.bucket import Objects
+        from atoll.agent.bucket import Bucket
         from atoll.core.errors import BackendError
 
         try:
             if self._store is None:
-                self._store = Objects.open(self._uri)
+                self._store = Bucket.open(self._uri)
             self._store.put(f"{self._owner}.{self._number:06d}", batch)
         except BackendError as error:
             raise OSError(str(error)) from error
@@ -131,7 +131,7 @@ class ObjectSink:
 
 
 def sink_of(environment: Mapping[str, str], owner: str) -> Sink | None:
-    """None where figures go nowhere."""
+    """None where metrics go nowhere."""
     where = environment.get(WHERE, "")
     url = urlsplit(where)
     if url.scheme == "file":

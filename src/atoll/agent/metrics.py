@@ -1,9 +1,9 @@
-"""`atoll.report`: figures that a rank tells of itself, such as its loss.
+"""`atoll.report`: metrics of a rank, such as its loss.
 
-A call appends to a deque, and neither takes a lock nor writes. A thread hands the figures on, to
-the place that the variable `ATOLL_REPORTS` names (`agent/metric_sinks.py`), and tells of what is
-wrong with them. It works in short slices, as the caller waits for the interpreter meanwhile. What
-cannot be handed on yet is merged, so that memory is bounded, and tried again.
+A call appends to a deque, and neither takes a lock nor writes. A thread sends the metrics to the
+sink that the variable `ATOLL_REPORTS` names (`agent/metric_sinks.py`), and logs what is wrong with
+them. It works in short slices, as the caller waits for the interpreter meanwhile. What cannot be
+sent yet is merged, so that memory is bounded, and sent later.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 from atoll.agent.metric_sinks import EVERY_S, BatchRefused, sink_of
 
-SOON_S = 0.1
-LAST_S = 15.0  # at most, for what is left when the process ends
-MAX_NAMES = 100
+SOON_S = 0.1  # until the first batch: a rank may be killed within a second
+LAST_S = 15.0  # at most, for what is left when the process ends: three tries by HTTP
+MAX_NAMES = 100  # of one rank: a page shows no more, and a name made of a number has no end
 MAX_NAME = 64  # characters
-MAX_WAITING = 65_536  # calls between two rounds of the thread
-MAX_ROUNDS = 1000  # that wait to be handed on; older ones are left out
-MAX_NOTES = 100  # on what is wrong, until the thread tells of it
-ROUNDS_A_BATCH = 50
-MAX_BATCH = 2**20  # bytes
-POINTS_A_NAME = 60  # in one batch; more are merged
+MAX_WAITING = 65_536  # calls between two turns of the thread: 10 MB, a second of a tight loop
+MAX_ROUNDS = 1000  # that wait to be sent; older ones are dropped
+MAX_NOTES = 100  # on what is wrong, until the thread logs them
+ROUNDS_A_BATCH = 50  # some 4 kB each with a manifest of 64 ranks: well below MAX_BATCH
+MAX_BATCH = 2**20  # bytes, as the server takes them
+POINTS_A_NAME = 60  # in one batch, which is a second: one a pixel, more are merged
 SLICE_CALLS = 64  # that the thread takes at a time: 0.1 ms of the interpreter, or so
 PAUSE_S = 0.001  # in which callers get the interpreter, between two slices
 
@@ -44,27 +44,27 @@ Point = list[Any]
 
 
 def report(step: int | None = None, **metrics: Any) -> None:
-    """Tells figures of this rank: `atoll.report(step=i, loss=0.3, tokens=4096)`.
+    """Report metrics of this rank: `atoll.report(step=i, loss=0.3, tokens=4096)`.
 
-    Numbers, or whatever `float` makes one of; a tensor of one element, too. Never raises, and does
-    not wait. Outside a training it does nothing.
+    Values are numbers, or whatever `float` takes; a tensor of one element, too. Never raises, and
+    does not wait. Does nothing outside a training.
     """
     try:
         _REPORTER.add(step, metrics)
-    except Exception as error:  # a figure must never end a training
-        _REPORTER.note("report", f"a report is left out: {error!r}")
+    except Exception as error:  # a metric must never end a training
+        _REPORTER.note("report", f"a report is dropped: {error!r}")
 
 
 def report_round(message: Mapping[str, Any]) -> None:
-    """Tells of an outer round, as `core/rounds.py:RoundWord` has it. Never raises."""
+    """Report an outer round, as `core/rounds.py:ReportedRound` has it. Never raises."""
     try:
         _REPORTER.add_round(message)
     except Exception as error:
-        _REPORTER.note("round", f"a round is left out: {error!r}")
+        _REPORTER.note("round", f"a round is dropped: {error!r}")
 
 
 class Reporter:
-    """The figures of whatever process this is: a fork begins anew, with nothing to tell twice."""
+    """The metrics of whatever process this is: a fork begins anew, and sends nothing twice."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, PendingMetrics] = {}  # by pid; only that of this process is used
@@ -76,7 +76,7 @@ class Reporter:
         if len(session.calls) >= MAX_WAITING:
             session.lost += len(metrics)
             return
-        known = {name: _retained(value) for name, value in metrics.items()}
+        known = {name: _copy(value) for name, value in metrics.items()}
         session.calls.append((time.time(), None if step is None else int(step), known))
 
     def add_round(self, message: Mapping[str, Any]) -> None:
@@ -85,13 +85,13 @@ class Reporter:
             session.rounds.append(message)
 
     def note(self, what: str, message: str) -> None:
-        """Has the thread tell of it: a log may be as slow as whoever reads it."""
+        """Has the thread log it: a log may be as slow as whoever reads it."""
         session = self._sessions.get(os.getpid())
         if session is not None:
             session.notes.append((what, message))
 
     def flush(self) -> float:
-        """Hands on what there is. Returns the seconds until it is worth trying again."""
+        """Sends what there is. Returns the seconds until it is worth trying again."""
         session = self._sessions.get(os.getpid())
         return EVERY_S if session is None else session.flush()
 
@@ -105,29 +105,29 @@ class Reporter:
                 _thread.start_new_thread(session.run, (SOON_S,))
             except RuntimeError as error:
                 session.sink = None
-                _warn_once("thread", f"figures are left out: {error}")
+                _warn_once("thread", f"metrics are dropped: {error}")
             else:
                 atexit.register(session.close)
         return ours
 
 
 class PendingMetrics:
-    """The figures of one process, until they are handed on. Callers only append to its deques."""
+    """The metrics of one process, until they are sent. Callers only append to its deques."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.calls: deque[tuple[float, int | None, dict[str, Any]]] = deque()
         self.rounds: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROUNDS)
         self.notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
-        self.lost = 0  # figures of calls that found no room
+        self.lost = 0  # metrics of calls while the deque was full
         writer = self._writer = MetricWriter.of(environment)
         owner = f"{writer.rank}.{writer.attempt}.{writer.process}.{writer.id}"
         self.sink = sink_of(environment, owner)
         self._pid = os.getpid()
         self._handing = threading.Lock()  # of what follows; no caller takes it
-        self._pending: dict[str, list[Point]] = {}  # taken from the calls, and not handed on yet
-        self._telling: list[Mapping[str, Any]] = []  # taken from the rounds, likewise
+        self._pending: dict[str, list[Point]] = {}  # taken from the calls, and not sent yet
+        self._sending_rounds: list[Mapping[str, Any]] = []  # taken from the rounds, likewise
         self._names: set[str] = set()
-        self._skipped = 0  # figures that were not kept, and are not told of yet
+        self._skipped = 0  # metrics that were dropped, and are not reported yet
         self._lost_warned = 0  # of `lost`
         self._number = 0  # of batches
         self._sending: bytes | None = None  # the batch that is on its way
@@ -136,7 +136,7 @@ class PendingMetrics:
         self._is_over = threading.Event()
 
     def run(self, pause_s: float) -> None:
-        """What the thread does, first after a pause, until the process ends."""
+        """The work of the thread, first after a pause, until the process ends."""
         threading.current_thread().name = "atoll-report"
         while not self._is_ending.wait(pause_s):
             pause_s = self.flush(self._pause)
@@ -146,7 +146,7 @@ class PendingMetrics:
         self._is_over.set()
 
     def close(self) -> None:
-        """Waits for the thread to hand the rest on, but not for ever: the process ends."""
+        """Waits for the thread to send what is left, but not for ever: the process ends."""
         if self._pid == os.getpid():
             self._is_ending.set()
             self._is_over.wait(LAST_S)
@@ -156,12 +156,14 @@ class PendingMetrics:
             time.sleep(PAUSE_S)
 
     def _has_more(self) -> bool:
-        return bool(self._sending or self._pending or self._telling or self.calls or self.rounds)
+        return bool(
+            self._sending or self._pending or self._sending_rounds or self.calls or self.rounds
+        )
 
     def flush(self, pause: Callable[[], object] = lambda: None) -> float:
-        """Hands on what there is. Returns the seconds until it is worth trying again.
+        """Sends what there is. Returns the seconds until it is worth trying again.
 
-        `rest` is called between slices of work.
+        `pause` is called between slices of work.
         """
         if self.sink is None:
             return EVERY_S
@@ -179,13 +181,13 @@ class PendingMetrics:
                 return pause_s
             except BatchRefused as error:
                 self._sending = None
-                _warn_once("refused", f"figures are left out: {error}")
+                _warn_once("refused", f"metrics are dropped: {error}")
             except OSError as error:
                 self._is_delayed = True
-                _warn_once("sink", f"figures are held back: {error}")
+                _warn_once("sink", f"metrics wait: {error}")
             except Exception:
                 self._sending, self._is_delayed = None, True
-                _warn_once("flush", "figures cannot be handed on", exc_info=True)
+                _warn_once("flush", "metrics cannot be sent", exc_info=True)
             return self.sink.patience_s
 
     def _next_batch(self, pause: Callable[[], object]) -> bytes | None:
@@ -193,17 +195,17 @@ class PendingMetrics:
         lost = self.lost
         skipped = self._skipped + lost - self._lost_warned
         while True:
-            rounds = self._telling[:count]
+            rounds = self._sending_rounds[:count]
             if not self._pending and not skipped and not rounds:
                 return None
             batch = batch_of(self._writer, self._number + 1, self._pending, skipped, rounds, pause)
             if len(batch) <= MAX_BATCH or not rounds:
                 break
             if count == 1:
-                self._telling.pop(0)
-                _warn_once("round", "a round is left out: its manifest is too large")
+                self._sending_rounds.pop(0)
+                _warn_once("round", "a round is dropped: its manifest is too large")
             count = max(1, count // 2)
-        del self._telling[: len(rounds)]
+        del self._sending_rounds[: len(rounds)]
         self._pending, self._skipped, self._lost_warned = {}, 0, lost
         self._number += 1
         return batch
@@ -212,8 +214,8 @@ class PendingMetrics:
         while self.notes:
             _warn_once(*self.notes.popleft())
         while self.rounds:
-            self._telling.append(self.rounds.popleft())
-        del self._telling[:-MAX_ROUNDS]
+            self._sending_rounds.append(self.rounds.popleft())
+        del self._sending_rounds[:-MAX_ROUNDS]
         for count in range(len(self.calls)):
             if count % SLICE_CALLS == SLICE_CALLS - 1:
                 pause()
@@ -231,14 +233,14 @@ class PendingMetrics:
         self._names.add(name)
         if len(self._names) > MAX_NAMES:
             self._names.discard(name)
-            _warn_once("names", f"only {MAX_NAMES} names are kept: {name!r} is left out")
+            _warn_once("names", f"at most {MAX_NAMES} names are reported: {name!r} is dropped")
             self._skipped += 1
             return
         self._pending.setdefault(name, []).append(point)
 
 
 class MetricWriter(NamedTuple):
-    """Whose figures these are. A process of a rank that is started again is another life."""
+    """Whose metrics these are. A process of a rank that is started again is another life."""
 
     rank: int
     attempt: int
@@ -249,9 +251,9 @@ class MetricWriter(NamedTuple):
     def of(cls, environment: Mapping[str, str]) -> MetricWriter:
         is_one_of_many = "TORCHELASTIC_RUN_ID" in environment
         return cls(
-            _complete(environment.get("ATOLL_RANK"), 0),
-            _complete(environment.get("ATOLL_ATTEMPT"), 1),
-            _complete(environment.get("LOCAL_RANK"), 0) if is_one_of_many else 0,
+            _int_or(environment.get("ATOLL_RANK"), 0),
+            _int_or(environment.get("ATOLL_ATTEMPT"), 1),
+            _int_or(environment.get("LOCAL_RANK"), 0) if is_one_of_many else 0,
             f"{time.time_ns() // 1_000_000:x}-{os.getpid():x}",
         )
 
@@ -266,7 +268,7 @@ def batch_of(
 ) -> bytes:
     """One line. Numbers that JSON does not have are text: `nan`, `inf`, `-inf`.
 
-    Encoded bit by bit, with a `rest` between: the encoder does not let go of the interpreter.
+    Encoded bit by bit, with a `pause` between: the encoder does not let go of the interpreter.
     """
     head = _json({**session._asdict(), "n": number, "skipped": skipped})
     series = []
@@ -278,7 +280,7 @@ def batch_of(
         encoded.append(_json(message))
         pause()
     tail = f',"rounds":[{",".join(encoded)}]' if encoded else ""
-    return f'{head[:-1]},"figures":{{{",".join(series)}}}{tail}}}\n'.encode()
+    return f'{head[:-1]},"metrics":{{{",".join(series)}}}{tail}}}\n'.encode()
 
 
 def _json(what: Any) -> str:
@@ -328,8 +330,8 @@ class _NoNumber(NamedTuple):
     why: str
 
 
-def _retained(value: Any) -> Any:
-    """The value as it is now. What is still computed is read by the thread, not waited for here."""
+def _copy(value: Any) -> Any:
+    """The value as it is now. What is still computed is read by the thread, not here."""
     if type(value) in (int, float):
         return value
     if hasattr(value, "block_until_ready"):  # JAX; it never changes
@@ -352,11 +354,11 @@ def _number(name: str, value: Any) -> float | None:
         why = value.why
     except Exception as error:
         why = str(error)
-    _warn_once(f"value {name}", f"{name} is left out: {why}")
+    _warn_once(f"value {name}", f"{name} is dropped: {why}")
     return None
 
 
-def _complete(text: str | None, otherwise: int) -> int:
+def _int_or(text: str | None, otherwise: int) -> int:
     with contextlib.suppress(TypeError, ValueError):
         return int(text)  # type: ignore[arg-type]
     return otherwise

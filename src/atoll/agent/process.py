@@ -31,13 +31,13 @@ MARK = "atollExit"  # a JSON object with this key is a record
 RECORD_VARIABLE = "ATOLL_EXIT_RECORD"
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 RESULT_VARIABLE = "ATOLL_RESULT"  # names the file for the result of the program
-TAIL_LINES = 40
-TAIL_BYTES = 16_384
+TAIL_LINES = 40  # of the log in a record: two screens
+TAIL_BYTES = 16_384  # what a program may have written itself to its termination message
 # Of output that is searched for a failure: tracebacks of eight processes and torchrun's report.
 SEARCHED_BYTES = 65_536
-CHUNK_BYTES = 65_536
-PIPE_BYTES = 1 << 20
-MANY_TIMES = 16 << 20  # bytes of pairs
+CHUNK_BYTES = 65_536  # what a pipe holds by default
+PIPE_BYTES = 1 << 20  # what Linux lets any user set: a command that prints waits less often
+MANY_TIMES = 16 << 20  # bytes of pairs, a million lines: from here on ten a second are enough
 CLAIMED = 75  # exit code if another process runs the attempt
 NOT_FOUND, CANNOT_RUN = 127, 126  # as in shells
 OWN_REASONS = ("CommandNotFound", "CannotRun")  # which agent/unpack.py may give
@@ -105,10 +105,10 @@ def own_record(path: str) -> dict[str, Any]:
         text = str(error["message"]).encode(errors="backslashreplace").decode()
         # The exception comes first, but one of a child process comes last, after its traceback.
         line = -1 if "Traceback (most recent call last)" in text else 0
-        argument = {"failedAt": failed_at, "message": _lines(text)[line][:500]}
+        failure = {"failedAt": failed_at, "message": _lines(text)[line][:500]}
         if error["extraInfo"].get("reason") in OWN_REASONS:
-            argument["reason"] = error["extraInfo"]["reason"]
-        return argument
+            failure["reason"] = error["extraInfo"]["reason"]
+        return failure
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return {}
 
@@ -128,7 +128,7 @@ def failure_tail(lines: list[str]) -> list[str]:
     """The lines up to the failure of the program: without torchrun's own report that follows it.
 
     That report names the process that failed first, but not its exception. If nothing else
-    explains the failure, all lines are kept.
+    explains the failure, all lines count.
     """
     ends = [at for at, line in enumerate(lines) if line.startswith(_TORCHRUN_ERROR)]
     if not ends:
@@ -165,7 +165,7 @@ def record_line(record: dict[str, Any], limit: int) -> bytes:
 
 
 def read_record(text: str) -> dict[str, Any] | None:
-    """The record in `text`, or None: a place for records may hold anything else."""
+    """The record in `text`, or None: a file for records may hold anything else."""
     if not text.startswith('{"' + MARK):
         return None
     try:
@@ -189,7 +189,7 @@ def read_record(text: str) -> dict[str, Any] | None:
 class OutputTimes:
     """Notes beside the log that this process's output goes to, when it was copied there.
 
-    As `logs/times.py` reads it. A log that is never cut gets fewer pairs when there are many.
+    As `logs/segments.py` reads it. A log that is never cut gets fewer pairs when there are many.
     """
 
     PAIR = struct.Struct("=Qd")
@@ -230,7 +230,7 @@ class Command:
         self.times: OutputTimes | None = None  # where it is noted when output was copied
         self.failure = 0  # errno of a command that could not be run
         self.is_folder_missing = False  # the failure is that of its folder
-        self.signalled: int | None = None  # the first signal that told it to end
+        self.signalled: int | None = None  # the first signal by which it has to end
         self.stopped_at: float | None = None  # monotonic, while a signal has stopped it
         self.printed_at = time.monotonic()  # when it last printed
         self._is_bound = is_bound
@@ -337,7 +337,7 @@ class Command:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the parent has gone that this process is bound to."""
+        """Whether the parent that this process is bound to has ended."""
         return self._is_bound and os.getppid() != self._parent
 
     def _reap(self) -> bool:
@@ -466,12 +466,53 @@ def _write(path: str, record: dict[str, Any], limit: int) -> None:
             with open(path, "wb") as file_in:
                 file_in.write(record_line(record, limit))
             return
-        draft = f"{path}.{os.getpid()}"
-        with open(draft, "wb") as file_in:
-            file_in.write(record_line(record, limit))
-            file_in.flush()
-            os.fsync(file_in.fileno())
-        os.replace(draft, path)
+        write_file(path, record_line(record, limit))
+
+
+def write_draft(path: str, data: bytes) -> str:
+    """A durable file with the data beside `path`, under a name of no other process of any host."""
+    folder, name = os.path.split(path)
+    host, pid, number = os.uname().nodename, os.getpid(), time.monotonic_ns()
+    draft = os.path.join(folder, f".{name}.{host}.{pid}.{number}")
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(file, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(file)
+    except BaseException:
+        os.unlink(draft)
+        raise
+    return draft
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Replaces the content of `path`, atomically and durably."""
+    os.replace(write_draft(path, data), path)
+    sync_folder(os.path.dirname(path))
+
+
+def sync_folder(folder: str) -> None:
+    with contextlib.suppress(OSError):  # not every file system can
+        file = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def write_error_file(message: str, **extra: str) -> None:
+    """Writes when and why this program failed, for `own_record`, in the form of torch's elastic
+    agents. What torch has written itself stays, whoever comes first."""
+    path = os.environ.get(ERROR_VARIABLE)
+    if not path:
+        return
+    error = {"message": message, "extraInfo": {"timestamp": f"{time.time():.6f}", **extra}}
+    with contextlib.suppress(OSError):  # it is there, or there is no place for it
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(file, "w", errors="surrogateescape") as out:
+            json.dump({"message": error}, out)
 
 
 def _claim(path: str) -> bool:

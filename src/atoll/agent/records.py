@@ -84,9 +84,9 @@ def exit_record(rank: int, attempt: int, end: Mapping[str, Any]) -> dict[str, An
 
 def stops(desired: Record, rank: int) -> list[int]:
     """Return the attempts of a rank that have to stop; restarts are counted anew after each."""
-    told = desired.get("stops")
-    match: list[int] = told.get(str(rank), []) if told else []
-    return match
+    by_rank = desired.get("stops")
+    attempts: list[int] = by_rank.get(str(rank), []) if by_rank else []
+    return attempts
 
 
 def restarts(desired: Record, rank: int, attempt: int) -> int:
@@ -104,8 +104,8 @@ def is_unwanted(desired: Record, rank: int, attempt: int) -> bool:
     """Return whether this attempt has to stop: its rank or the attempt is not wanted any more."""
     if rank >= desired["size"]:
         return True
-    told = stops(desired, rank)
-    return bool(told) and attempt <= max(told)
+    stopped = stops(desired, rank)
+    return bool(stopped) and attempt <= max(stopped)
 
 
 class AttemptFacts(namedtuple("AttemptFacts", "rank attempt claim start exit")):
@@ -135,7 +135,7 @@ class AttemptFacts(namedtuple("AttemptFacts", "rank attempt claim start exit")):
 
     @property
     def start_ticks(self) -> int:
-        """When its process began, as the kernel counts: tells it from a later one of its pid."""
+        """When its process began, as the kernel counts: no later process of its pid has it."""
         return 0 if self.start is None else int(self.start["startTicks"])
 
     @property
@@ -291,9 +291,9 @@ def due(facts: Facts, max_restarts: int) -> Iterator[Due]:
     for rank in facts.candidates():
         one = facts.current(rank)
         last, end = (None, None) if one is None else (one.attempt, one.exit)
-        match = next_attempt(facts, rank, last, end, max_restarts)
-        if match is not None:
-            yield match
+        attempt = next_attempt(facts, rank, last, end, max_restarts)
+        if attempt is not None:
+            yield attempt
 
 
 def next_attempt(
@@ -314,3 +314,37 @@ def next_attempt(
     if count >= max_restarts:
         return None
     return Due(rank, number, restarts(desired, rank, number), end, restart_delay_s(count))
+
+
+class RecordStore:
+    """Where the records of one training are. Names have no slashes."""
+
+    uri = ""  # the path or URI by which a wrapper opens it
+    poll_s = 0.0  # how often it may be asked for the desired state
+    heartbeat_s = 0.0  # how often an attempt shows that it is followed
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Durably, unless the name is taken; False if it is, with something else."""
+        raise NotImplementedError
+
+    def put(self, name: str, data: bytes) -> None:
+        """Durably and atomically, whatever was there before."""
+        raise NotImplementedError
+
+    def get(self, name: str) -> bytes | None:
+        raise NotImplementedError
+
+    def heartbeat(self, name: str) -> None:
+        """The stamp of `name` changes."""
+        raise NotImplementedError
+
+    def entries(self) -> dict[str, int]:
+        """Return all names in one question, each with a stamp that its heartbeats change.
+
+        The stamp is a time in nanoseconds since 1970, by the clock of the store.
+        """
+        raise NotImplementedError
+
+    def delete(self, names: list[str]) -> None:
+        """A name that does not exist is success."""
+        raise NotImplementedError

@@ -19,6 +19,7 @@ import sys
 from typing import Any, NamedTuple
 
 from atoll.core.errors import ResultError
+from atoll.files.writing import write_file
 
 MARK = "\x1eatoll-result "  # begins a line of the log that is a part of a result
 MAX_BYTES = 16 * 2**20  # a control plane holds it in memory; more belongs into a store
@@ -105,17 +106,7 @@ def leave(result: Result) -> None:
 def write_result(path: str, result: Result) -> None:
     """Replace the result in that file: whoever reads it finds a whole one, this or the last."""
     header = {"encoding": result.encoding, "bytes": len(result.payload)}
-    draft = f"{path}.{os.getpid()}.draft"
-    try:
-        with open(draft, "wb") as file:
-            file.write(json.dumps(header).encode() + b"\n" + result.payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+    write_file(path, [json.dumps(header).encode() + b"\n", result.payload])
 
 
 def parse_result(data: bytes) -> Result:

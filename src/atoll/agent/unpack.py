@@ -13,12 +13,10 @@ import contextlib
 import errno
 import hashlib
 import io
-import json
 import os
 import shutil
 import sys
 import tarfile
-import time
 import zlib
 
 TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all the rest
@@ -26,11 +24,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 USAGE = "usage: unpack.py --digest SHA256 [--path FOLDER]... ARCHIVE ROOT -- COMMAND...\n"
+# As the client refuses them before they are sent: these are for an archive that is not its own.
 MAX_UNPACKED = 256 * 2**20
 MAX_PACKED = 64 * 2**20
-FAILED = 126
-NOT_FOUND = 127
-ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+FAILED, NOT_FOUND = 126, 127  # as in shells
 
 
 class Refused(OSError):
@@ -127,12 +124,11 @@ def _checked(path: str, name: str = "") -> str:
 def say(message: str, reason: str) -> None:
     """Says why the rank ends, also where the record of its end takes it from."""
     sys.stderr.write(f"atoll: {message}\n")
-    path = os.environ.get(ERROR_VARIABLE)
-    if path and not os.path.exists(path):
-        extra = {"timestamp": f"{time.time():.6f}", "reason": reason}
-        error = {"message": message, "extraInfo": extra}
-        with contextlib.suppress(OSError), open(path, "w") as file:
-            json.dump({"message": error}, file)
+    with contextlib.suppress(OSError):  # run without `process.py`: nobody reads it
+        from runpy import run_path
+
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "process.py")
+        run_path(path)["write_error_file"](message, reason=reason)
 
 
 def become(command: list[str], root: str, path: list[str]) -> NoReturn:
@@ -150,20 +146,20 @@ def become(command: list[str], root: str, path: list[str]) -> NoReturn:
         sys.exit(NOT_FOUND if is_missing else FAILED)
 
 
-def main(message: list[str]) -> int:
-    if message == ["--check"]:  # whether this Python can run this file
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:  # whether this Python can run this file
         return 0
     digest, path = "", []
-    while len(message) > 1 and message[0] in ("--digest", "--path"):
-        if message[0] == "--digest":
-            digest = message[1]
+    while len(arguments) > 1 and arguments[0] in ("--digest", "--path"):
+        if arguments[0] == "--digest":
+            digest = arguments[1]
         else:
-            path.append(message[1])
-        message = message[2:]
-    if len(message) < 4 or message[2] != "--" or len(digest) != 64:
+            path.append(arguments[1])
+        arguments = arguments[2:]
+    if len(arguments) < 4 or arguments[2] != "--" or len(digest) != 64:
         sys.stderr.write(USAGE)
         return 2
-    archive, root, command = message[0], os.path.abspath(message[1]), message[3:]
+    archive, root, command = arguments[0], os.path.abspath(arguments[1]), arguments[3:]
     try:
         if not os.path.isdir(root):
             unpack_or_refuse(read_archive(archive, digest), root)

@@ -1,11 +1,11 @@
-"""Runs one attempt of one rank, and keeps its records where everybody can read them.
+"""Runs one attempt of one rank, and writes its records where everybody can read them.
 
-`python3 -S -I atoll.pyz PLACE RANK ATTEMPT [--host NAME]`
+`python3 -S -I atoll.pyz RECORDS RANK ATTEMPT [--host NAME]`
 
-PLACE is a folder that all hosts see, or the URI of an object store. An attempt is claimed once: a
+RECORDS is a folder that all hosts see, or the URI of an object store. An attempt is claimed once: a
 second process that is started for it ends at once. The first one waits for the start gate, runs
 the command, sends heartbeats, stops it when it is not wanted, and writes how it ended. With
-`agent/process.py` this is one file for Python 3.7 and its standard library (`agent/bundle.py`);
+`agent/process.py` this is one file for Python 3.7 and its standard library (`wrapper_file`);
 only an object store needs atoll with its `store` extra.
 """
 
@@ -31,29 +31,29 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from atoll.agent.record_store import RecordStore
+    from atoll.agent.records import RecordStore
 
 
-FROZEN_AFTER_S = 3.0
-WRITE_PATIENCE_S = 600.0
-DUE_MARGIN_S = 10.0  # after the deadline, which a controller keeps to the moment
+FROZEN_AFTER_S = 3.0  # stopped by a signal, as the supervisor of local ranks has it
+WRITE_PATIENCE_S = 600.0  # for the record of an end: a file server is restarted in minutes
+DUE_MARGIN_S = 10.0  # after the deadline, which a controller that lives keeps before
 EVICTION_MARGIN_S = 1.0  # before the backend's own kill, in which the record is written
-MAX_MISSED_HEARTBEATS = 3
-HANDED_OVER = "the time of its place is over: the next attempt takes over"
+MAX_MISSED_HEARTBEATS = 3  # in a row: others may have given this attempt up
+HANDED_OVER = "the time of its job is over: the next attempt takes over"
 
 
-class Folder:
-    """A place for records that is a folder."""
+class Folder(records.RecordStore):
+    """Records in a folder that all hosts share."""
 
-    poll_s = 0.25
-    heartbeat_s = 1.0
+    poll_s = 0.25  # a read of one small file
+    heartbeat_s = 1.0  # a `utime`; NFS shows it to others a few seconds later
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = self.uri = path
 
     def create(self, name: str, data: bytes) -> bool:
         """By a link to a whole file: whoever sees the name sees all of it."""
-        draft = self._write(name, data)
+        draft = process.write_draft(self._of(name), data)
         try:
             os.link(draft, self._of(name))
         except FileExistsError:
@@ -64,12 +64,11 @@ class Folder:
             return self._create_by_name(name, data)
         finally:
             os.unlink(draft)
-        self._sync()
+        process.sync_folder(self.path)
         return self.get(name) == data
 
     def put(self, name: str, data: bytes) -> None:
-        os.replace(self._write(name, data), self._of(name))
-        self._sync()
+        process.write_file(self._of(name), data)
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -106,15 +105,6 @@ class Folder:
     def _of(self, name: str) -> str:
         return f"{self.path}/{name}"
 
-    def _write(self, name: str, data: bytes) -> str:
-        draft = f"{self.path}/.{name}.{os.uname().nodename}.{os.getpid()}.{time.monotonic_ns()}"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        return draft
-
     def _create_by_name(self, name: str, data: bytes) -> bool:
         try:
             fd = os.open(self._of(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -124,16 +114,8 @@ class Folder:
             file.write(data)
             file.flush()
             os.fsync(fd)
-        self._sync()
+        process.sync_folder(self.path)
         return True
-
-    def _sync(self) -> None:
-        with contextlib.suppress(OSError):  # not every file system can
-            fd = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
 
 
 def open_record_store(uri: str) -> RecordStore:
@@ -144,9 +126,9 @@ def open_record_store(uri: str) -> RecordStore:
         from urllib.parse import unquote, urlsplit
 
         return Folder(unquote(urlsplit(uri).path))
-    from atoll.agent.bucket import Objects
+    from atoll.agent.bucket import Bucket
 
-    return Objects.open(uri)
+    return Bucket.open(uri)
 
 
 def read(record_store: RecordStore, name: str) -> dict[str, Any] | None:
@@ -199,7 +181,7 @@ class RankAttempt:
         while True:
             try:
                 return self.record_store.create(self._name(records.EXIT), line)
-            except Exception as error:  # of whatever client the place has
+            except Exception as error:  # of whatever client the store has
                 if time.monotonic() > deadline:
                     raise
                 say(f"the record of its end cannot be written yet: {error}")
@@ -211,9 +193,9 @@ class RankAttempt:
         return self.record_store.get(self._name(records.EXIT)) is not None
 
     def is_unwanted(self, *, unless_missing: bool = False) -> bool:
-        """As the wish is now; what was last read of it is kept in `wish`.
+        """By the desired state as it is now, which `desired` holds from then on.
 
-        `unless_missing`: what runs is not ended because a wish is lost.
+        `unless_missing`: what runs is not ended because the desired state is lost.
         """
         desired = read(self.record_store, records.DESIRED)
         if desired is None:
@@ -226,7 +208,7 @@ class RankAttempt:
 
 
 class DesiredStateWatcher:
-    """Follows the wish beside a running command, in a thread: a place may be slow to answer."""
+    """Follows the desired state beside a running command, in a thread: a store may be slow."""
 
     def __init__(self, attempt: RankAttempt, command: process.Command) -> None:
         self.is_stop_wanted = False
@@ -242,17 +224,17 @@ class DesiredStateWatcher:
         self._thread.join(timeout=5.0)
 
     def _follow(self) -> None:
-        record_store, heartbeat_at, has_stop = (
+        record_store, heartbeat_at, is_started = (
             self._attempt.record_store,
             0.0,
             bool(self._command.failure),
         )
         while True:
-            with contextlib.suppress(Exception):  # of whatever client the place has: asked again
+            with contextlib.suppress(Exception):  # of whatever client the store has: asked again
                 now = time.monotonic()
-                if not has_stop:
+                if not is_started:
                     self._attempt.started(self._command.pid)
-                    has_stop = True
+                    is_started = True
                 if now >= heartbeat_at + record_store.heartbeat_s:
                     is_late = (
                         heartbeat_at
@@ -272,7 +254,7 @@ class DesiredStateWatcher:
 
 
 class StopPolicy:
-    """Decides when a running command is told to end, and when it is killed."""
+    """Decides when a running command is stopped, and when it is killed."""
 
     def __init__(
         self,
@@ -287,7 +269,7 @@ class StopPolicy:
         self._watch = watch
         self._grace_s = launch["stop_grace_s"]
         self._eviction_s = launch["eviction_s"]
-        self._ends_at = ends_at  # monotonic: its place ends soon after, and another takes over
+        self._ends_at = ends_at  # monotonic: its job ends soon after, and another takes over
         self._kill_at: float | None = None
         self.stop_requested_at = 0.0  # wall, as the program dates its failure
         # Where nobody else is left to keep it.
@@ -295,7 +277,7 @@ class StopPolicy:
         self._due_at = None if deadline_s is None else time.monotonic() + deadline_s + DUE_MARGIN_S
 
     def tick(self) -> float:
-        """Acts, and returns the seconds after which to look again at the latest."""
+        """Acts, and returns the seconds after which to call it again at the latest."""
         now, command = time.monotonic(), self._command
         if command.is_orphan:
             self.note_orphan()
@@ -331,7 +313,7 @@ class StopPolicy:
 
 
 class Interrupted(Exception):
-    """The backend has told this process to end before it ran anything."""
+    """The backend has ended this process before it ran anything."""
 
 
 def _interrupt(number: int, _: object) -> None:
@@ -398,7 +380,7 @@ def unpack_code(record_store: RecordStore, launch: dict[str, Any]) -> str:
     if not os.path.isdir(root):
         data = record_store.get(records.CODE)
         if data is None:
-            raise OSError("the code of the training is gone")
+            raise OSError("the code of the training is lost")
         unpack.check_digest(data, code["digest"], "what is stored as code")
         unpack.unpack_or_refuse(data, root)
     return root
@@ -441,13 +423,13 @@ def environment_for(
 
 
 def open_log(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
-    """Where the output goes beside this process's own, if its place is no folder; else None."""
+    """Where the output goes, too, if the records are in no folder; else None."""
     if not launch.get("logs"):
         return None
-    from atoll.agent.bucket import Objects
+    from atoll.agent.bucket import Bucket
     from atoll.logs.bucket import UploadedLog
 
-    store = Objects.open("{}/{}".format(launch["logs"], attempt.rank))
+    store = Bucket.open("{}/{}".format(launch["logs"], attempt.rank))
     return UploadedLog(store, attempt.attempt, often_s=min(attempt.record_store.poll_s, 0.5))
 
 
@@ -470,7 +452,7 @@ def result_path(attempt: RankAttempt, launch: dict[str, Any]) -> str:
 
 
 def upload_result(attempt: RankAttempt, launch: dict[str, Any], path: str) -> None:
-    """Put the result where readers look for it, before the exit that names it is written."""
+    """Upload the result before the exit that names it is written."""
     if launch["results"].startswith("/"):
         return
     with open(path, "rb") as file:
@@ -489,23 +471,20 @@ def upload_result(attempt: RankAttempt, launch: dict[str, Any], path: str) -> No
 
 
 def fetch(record_store: RecordStore, name: str, path: str) -> None:
-    """Puts a file of the place where ranks look for it. Other ranks may do the same there."""
+    """Downloads a file of the records for the rank. Other ranks may do the same there."""
     data = record_store.get(name)
     if data is None:
         raise FileNotFoundError(errno.ENOENT, "the records have no such file", name)
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    draft = f"{path}.{os.uname().nodename}.{os.getpid()}"
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    process.write_file(path, data)
 
 
 def run(attempt: RankAttempt) -> int:
     """Claims the attempt and runs it to its end. The code to exit with."""
     launch = read(attempt.record_store, records.LAUNCH)
-    start_ticks_of = time.monotonic()
+    started_monotonic = time.monotonic()
     if launch is None or attempt.is_unwanted():
-        say("nobody wants this attempt any more")
+        say("this attempt is not wanted")
         return 0
     attempt.record_store.poll_s = launch.get("poll_s", attempt.record_store.poll_s)
     attempt.record_store.heartbeat_s = launch.get("heartbeat_s", attempt.record_store.heartbeat_s)
@@ -537,13 +516,13 @@ def run(attempt: RankAttempt) -> int:
         )
     except Interrupted as error:
         return _unstarted(attempt, str(error))
-    except OSError as error:  # no process to be had, or no place for files
+    except OSError as error:  # no process to be had, or no disk for files
         return _unstarted(attempt, None, f"{error}")
     command.times = open_times(attempt, launch)
     use = process.watch_use(env, command, is_contained=False)
     watch = DesiredStateWatcher(attempt, command)
     lifetime_s = launch.get("life_s")
-    ends_at = None if lifetime_s is None else start_ticks_of + lifetime_s
+    ends_at = None if lifetime_s is None else started_monotonic + lifetime_s
     stop_policy = StopPolicy(command, watch, launch, ends_at)
     command.wait(stop_policy.tick)
     watch.close()
@@ -566,7 +545,7 @@ def run(attempt: RankAttempt) -> int:
         stop_policy.reason == "Stopped"
         and record.get("failedAt", inf) < stop_policy.stop_requested_at
     ):
-        stop_policy.reason = ""  # it failed by itself, and still unwound when it was told to stop
+        stop_policy.reason = ""  # it failed by itself, and still unwound when it was stopped
     if stop_policy.reason and (record["code"] != 0 or stop_policy.message == HANDED_OVER):
         record["reason"] = stop_policy.reason
         record["message"] = stop_policy.message or record.get("message", "")
@@ -607,15 +586,17 @@ def say(text: str) -> None:
         os.write(2, f"atoll: {text}\n".encode(errors="replace"))
 
 
-def main(detail: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     host = os.uname().nodename
-    if len(detail) == 5 and detail[3] == "--host":
-        host = detail[4] or host
-        detail = detail[:3]
-    if len(detail) != 3 or not detail[1].isdigit() or not detail[2].isdigit():
-        sys.stderr.write("usage: atoll.pyz PLACE RANK ATTEMPT [--host NAME]\n")
+    if len(arguments) == 5 and arguments[3] == "--host":
+        host = arguments[4] or host
+        arguments = arguments[:3]
+    if len(arguments) != 3 or not arguments[1].isdigit() or not arguments[2].isdigit():
+        sys.stderr.write("usage: atoll.pyz RECORDS RANK ATTEMPT [--host NAME]\n")
         return 2
-    return run(RankAttempt(open_record_store(detail[0]), int(detail[1]), int(detail[2]), host))
+    return run(
+        RankAttempt(open_record_store(arguments[0]), int(arguments[1]), int(arguments[2]), host)
+    )
 
 
 if __name__ == "__main__":

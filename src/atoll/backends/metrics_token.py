@@ -5,13 +5,15 @@ It is signed, not stored: whoever has the control plane's key can check it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
-import os
 import re
 import secrets
 from pathlib import Path
 from typing import NamedTuple
+
+from atoll.files.writing import write_file
 
 FILE = "report-key"  # in the state directory of a control plane
 PREFIX = "atollr"
@@ -30,17 +32,8 @@ def key_at(state_dir: Path) -> bytes:
     """The key of a control plane, made on first use."""
     path = state_dir / FILE
     if not path.exists():
-        draft = path.with_name(f"{FILE}.{os.getpid()}")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(draft, path)  # whoever is first
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        with contextlib.suppress(FileExistsError):  # whoever is first
+            write_file(path, secrets.token_bytes(32), is_new=True)
     return path.read_bytes()
 
 

@@ -15,12 +15,12 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
 from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, read_record, record_line
-from atoll.agent.record_store import RecordStore
 from atoll.agent.records import (
     BY_EXECUTOR,
     CLAIM,
@@ -35,6 +35,7 @@ from atoll.agent.records import (
     RESULT,
     START,
     Facts,
+    RecordStore,
     claim_record,
     desired_record,
     gate_record,
@@ -47,23 +48,34 @@ from atoll.backends.records import (
     AttemptKey,
     DueAttempt,
     Fold,
+    FoldMemory,
     JobState,
     OpenStartGate,
     StopJobs,
     Timing,
     WriteExit,
+    desired_of,
     fold,
+    has_open_cause,
 )
 from atoll.backends.results import attempt_of, is_named, read_result
+from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.ports import Executor
-from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training
+from atoll.core.executors import PlaneContext
+from atoll.core.model import decode, encode
+from atoll.core.ports import Executor, StopCause
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import DesiredState, Followup, Observation, Training
 
 Json = dict[str, Any]
 
 TAIL_S = 5.0  # how long the executor looks for the last lines of a rank whose exit it writes
 # Requests under way at a time: enough to hide the latency of a bucket, few for its rate limits.
 READS_AT_ONCE = 16
+# Of a shared training: its spec, and why it was stopped, for the processes that follow it.
+TRAINING, CAUSE = "training", "cause"
+LAUNCH_PREFIX = "replicas-"  # of the name of a launch, before its uid
+RELIST_LOOKS = 5  # the backend is asked at least so often, whatever the records say
 _NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{HEARTBEAT})")
 # Where ranks meet, by the name of the variable: filled in by the wrapper from what rank 0 says.
 MEETING = {
@@ -98,8 +110,10 @@ class RecordReader:
     ) -> None:
         self.record_store = record_store
         self.facts = Facts()
+        self.memory: FoldMemory = {}
         self._clock = clock
         self._read: set[str] = set()
+        self._names: dict[str, tuple[AttemptKey, str]] = {}  # as parsed: there are thousands
         self._changes: dict[AttemptKey, _Change] = {}
 
     def fetch(self) -> _Batch:
@@ -109,16 +123,25 @@ class RecordReader:
             return _Batch(None, {}, {})
         entries = self.record_store.entries()
         stamps: dict[AttemptKey, dict[str, int]] = {}
+        new = [GATE] if GATE in entries and GATE not in self._read else []
         for name, stamp in entries.items():
-            if match := _NAME.fullmatch(name):
-                stamps.setdefault((int(match[1]), int(match[2])), {})[match[3]] = stamp
-        named = [n for n in entries if n == GATE or _NAME.fullmatch(n)]
-        return _Batch(desired, self._fetch(named), stamps)
+            own = self._names.get(name)
+            if own is None:
+                match = _NAME.fullmatch(name)
+                if match is None:
+                    continue
+                own = self._names[name] = ((int(match[1]), int(match[2])), match[3])
+            key, kind = own
+            stamps.setdefault(key, {})[kind] = stamp
+            if kind != HEARTBEAT and name not in self._read:
+                new.append(name)
+        return _Batch(desired, self._fetch(new), stamps)
 
     def take(self, batch: _Batch) -> None:
         """Take in what was fetched. Without a desired state there are no facts: all are gone."""
         if batch.desired is None:
-            self.facts, self._read, self._changes = Facts(), set(), {}
+            self.facts, self.memory = Facts(), {}
+            self._read, self._changes = set(), {}
             return
         for name, record in batch.records.items():
             self.facts.add(record)
@@ -166,8 +189,7 @@ class RecordReader:
         one = self.facts.attempt(*key)
         return one is not None and one.claim is not None
 
-    def _fetch(self, names: Iterable[str]) -> dict[str, Json]:
-        missing = [n for n in names if n not in self._read and not n.endswith("." + HEARTBEAT)]
+    def _fetch(self, missing: Sequence[str]) -> dict[str, Json]:
         if len(missing) > READS_AT_ONCE:
             with ThreadPoolExecutor(READS_AT_ONCE) as pool:
                 texts = list(pool.map(self.record_store.get, missing))
@@ -196,11 +218,19 @@ def parse_record(name: str, data: bytes | None) -> Json | None:
     return {**record, "t": name if match is None else match[3], **key}
 
 
+class _Listing(NamedTuple):
+    """What the backend said of its jobs, when, and to which desired state."""
+
+    jobs: Mapping[AttemptKey, JobState]
+    at: float
+    version: int
+
+
 class RecordedBackend(Executor):
     """The Executor over the verbs of a backend.
 
-    A subclass has `start_jobs`, `list_jobs`, `stop_jobs`, `place_of` and `rank_place`, and may
-    have `prepare`, `check`, `clear`, and logs with `log_places` and `logs_after`.
+    A subclass has `start_jobs`, `list_jobs` and `stop_jobs`. Where records, code and logs are comes
+    from `backends/base.py`: `FolderBackend` or `StoreBackend`.
     """
 
     timing = Timing()
@@ -208,13 +238,37 @@ class RecordedBackend(Executor):
     has_network = True  # ranks reach each other, and meet at rank 0
     eviction_s = 30.0  # between the backend's own SIGTERM and its SIGKILL
     job_variable = ""  # where a wrapper finds the backend's name of its job
+    unclaimed_hint = ""  # what to look at if a job ends before its wrapper claims the attempt
 
-    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, options: Any = None, *, clock: Callable[[], float] | None = None) -> None:
         anchor = time.time() - time.monotonic()  # setting the wall clock changes no duration
+        self.options = options
         self._clock = clock or (lambda: anchor + time.monotonic())
         self._readers: dict[str, RecordReader] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._ended: dict[str, dict[AttemptKey, float]] = {}  # since when the backend says so
+        self._listings: dict[str, _Listing] = {}
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> Self:
+        assert cls.options_type is not None
+        backend = cls.from_options(options_of(cls.options_type, options), home.state_dir)
+        backend.check_machine()
+        backend.name = name
+        return backend
+
+    @classmethod
+    def from_options(cls, options: Any, state_dir: Path) -> Self:
+        return cls(options)
+
+    def check_machine(self) -> None:
+        """Raises Permanent, with what to do, where this machine lacks commands or credentials."""
+
+    def check(self, spec: TrainingSpec) -> None:
+        if self.options is None:
+            super().check(spec)
+        else:
+            self.options.check(spec)
 
     # The verbs of a backend
 
@@ -276,12 +330,18 @@ class RecordedBackend(Executor):
                     )
                 await self.prepare(training)
                 await self._put_code(training)
+                if self.is_shared:
+                    await self._put_bytes(training, TRAINING, encode(_by_digest(training)))
                 await self._put(training, LAUNCH, self.launch(training))
+            if self.is_shared and desired.size == 0 and training.status.failing:
+                cause = encode([training.status.failing, training.status.failing_message])
+                await self._put_bytes(training, CAUSE, cause)
             if before is None or desired.version > before["version"]:
                 await self._put_desired(training, facts, desired, facts.newest(), self._clock())
             elif desired.version < before["version"]:
                 return
-            jobs = await self.list_jobs(training)
+            self._listings.pop(training.uid, None)
+            jobs = await self._jobs(training, reader)
             view = self._fold(training, reader, jobs)
             if self._has_unlatched(facts, view):
                 # An attempt that had left no record when the state was written: it stops, too.
@@ -289,7 +349,7 @@ class RecordedBackend(Executor):
                 await self._put_desired(training, facts, desired, view.newest, at)
             for followup in view.observation.followups:
                 if isinstance(followup, StopJobs):
-                    await self.stop_jobs(training, followup.attempts)
+                    await self._stop(training, followup.attempts)
             await self._start(training, view.due)
 
     async def observe(self, training: Training) -> Observation:
@@ -298,9 +358,13 @@ class RecordedBackend(Executor):
             is_left = self._may_hold(training) and training.status.phase.is_terminal
             jobs = await self.list_jobs(training) if is_left else {}
             is_active = any(job.is_active for job in jobs.values())
-            return Observation(has_gate=self.has_gate, is_supervised=is_active)
+            # The pass that sees nothing asks for ranks, and nobody tells when they come.
+            again_in_s = None if training.status.phase.is_terminal else self.timing.observe_s
+            return Observation(
+                has_gate=self.has_gate, is_supervised=is_active, again_in_s=again_in_s
+            )
         try:
-            jobs = await self.list_jobs(training)
+            jobs = await self._jobs(training, reader)
         except Temporary as error:
             # Exits are in the records, whether or not the backend answers.
             hit = self._fold(training, reader, None).observation
@@ -314,12 +378,26 @@ class RecordedBackend(Executor):
             case WriteExit(rank=rank, attempt=attempt, record=record):
                 await self._write_exit(training, (rank, attempt), record)
             case StopJobs(attempts=attempts):
-                await self.stop_jobs(training, attempts)
+                await self._stop(training, attempts)
             case OpenStartGate(together=together):
                 gate = write(gate_record(together, self._clock()))
                 await asyncio.to_thread(self.record_store_of(training).create, GATE, gate)
 
     async def release(self, training: Training) -> None:
+        if not self.is_shared:
+            await self._remove_records(training)
+            return
+        await self._end_jobs(training)
+
+    async def _end_jobs(self, training: Training) -> None:
+        """Raises Temporary until the backend has nothing more of it."""
+        jobs = await self.list_jobs(training)
+        active = [key for key, job in jobs.items() if job.is_active]
+        if active:
+            await self._stop(training, active)
+            raise Temporary("the last ranks are about to end", retry_after_s=0.3)
+
+    async def _remove_records(self, training: Training) -> None:
         async with self._turn(training):
             facts = (await self._refreshed(training)).facts
             desired = facts.desired
@@ -328,16 +406,42 @@ class RecordedBackend(Executor):
             if desired is not None and desired["size"]:  # wrappers that are still to start find it
                 stop = DesiredState(version=desired["version"] + 1, size=0)
                 await self._put_desired(training, facts, stop, facts.newest(), self._clock())
-            jobs = await self.list_jobs(training)
-            active = [key for key, job in jobs.items() if job.is_active]
-            if active:
-                await self.stop_jobs(training, active)
-                raise Temporary("the last ranks are about to end", retry_after_s=0.3)
+            await self._end_jobs(training)
             await self._forget(training)
 
     async def purge(self, training: Training) -> None:
-        await self.release(training)
+        await self._remove_records(training)
         await self.clear(training, with_logs=True)
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        own = job_name.removeprefix(LAUNCH_PREFIX)
+        if not own.isalnum() or uid not in (None, own):
+            return None
+        data = await self._get_bytes(_unknown(own), TRAINING)
+        if data is None:
+            return None
+        try:
+            training = decode(data, Training)
+        except ValidationError as error:
+            raise Permanent(f"the launch {job_name} cannot be followed: {error}") from error
+        desired = desired_of((await self._refreshed(training)).facts)
+        if desired is None:
+            return None
+        cause = await self.stop_cause(training)
+        status = replace(
+            training.status,
+            desired=desired,
+            discarded_attempts=dict(desired.discarded_attempts),
+            failing=cause.reason,
+            failing_message=cause.message,
+        )
+        is_cancelled = desired.size == 0 and not cause.reason
+        spec = replace(training.spec, cancel=is_cancelled, executor=self.name)
+        return replace(training, spec=spec, status=status)
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        data = await self._get_bytes(training, CAUSE)
+        return StopCause() if data is None else StopCause(*decode(data, tuple[str, str]))
 
     async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
         attempt = attempt_of(training, rank)
@@ -356,18 +460,6 @@ class RecordedBackend(Executor):
     def metrics_uri(self, training: Training) -> str:
         return self.rank_layout(training).metrics_uri
 
-    async def logs(
-        self,
-        training: Training,
-        *,
-        ranks: Sequence[int] | None = None,
-        tail: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
-            yield line
-
     # What is shared
 
     @staticmethod
@@ -376,15 +468,60 @@ class RecordedBackend(Executor):
         return training.status.desired is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
-        return _address(self.record_store_of(training))
+        return self.record_store_of(training).uri
+
+    def is_recorded(self, training: Training, key: AttemptKey) -> bool:
+        """Whether the rank's own record says all of its end, so that nobody need be asked."""
+        reader = self._readers.get(training.uid)
+        end = None if reader is None else reader.exit_of(key)
+        return end is not None and end.get("by") != BY_EXECUTOR and not has_open_cause(end)
+
+    async def _jobs(
+        self, training: Training, reader: RecordReader
+    ) -> Mapping[AttemptKey, JobState]:
+        """The jobs as the backend lists them. It is not asked again soon where the ranks' own
+        records say how every attempt is."""
+        last, facts = self._listings.get(training.uid), reader.facts
+        patience_s = RELIST_LOOKS * self.timing.observe_s
+        if last is not None and time.monotonic() < last.at + patience_s:
+            if last.version == facts.version and self._tell_all(reader, last.jobs):
+                return last.jobs
+        jobs = dict(await self.list_jobs(training))
+        for key, job in jobs.items():
+            if self.unclaimed_hint and not job.is_active and not reader.is_claimed(key):
+                jobs[key] = job._replace(message=f"{job.message}: {self.unclaimed_hint}")
+        self._listings[training.uid] = _Listing(jobs, time.monotonic(), facts.version)
+        return jobs
+
+    def _tell_all(self, reader: RecordReader, jobs: Mapping[AttemptKey, JobState]) -> bool:
+        """Whether each attempt either runs and shows it, or has ended here and there."""
+        facts, late_s = reader.facts, self.timing.heartbeat_timeout_s / 2
+        if len(facts.ranks) < (facts.desired or {})["size"]:
+            return False
+        for key, one in ((k, facts.attempt(*k)) for k in jobs):
+            job = jobs[key]
+            if one is None or one.claim is None or job.is_repeated or job.is_paused:
+                return False
+            if one.exit is not None:
+                if job.is_active:
+                    return False
+            elif job.state != "running" or reader.heartbeat_age_s(*key) > late_s:
+                return False
+        return all(
+            one.exit is not None or (one.rank, one.attempt) in jobs
+            for attempts in facts.ranks.values()
+            for one in attempts.values()
+        )
+
+    async def _stop(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
+        self._listings.pop(training.uid, None)
+        await self.stop_jobs(training, attempts)
 
     def launch(self, training: Training) -> Json:
         """What a wrapper reads of the training: the command and how its environment is made."""
-        spec, record_store = training.spec, self.rank_layout(training)
-        launch = render_launch(training, record_store)
-        meets = (
-            self.has_network and spec.rendezvous.backend != "none" and record_store.meeting is None
-        )
+        spec, layout = training.spec, self.rank_layout(training)
+        launch = render_launch(training, layout)
+        meets = self.has_network and spec.rendezvous.backend != "none" and layout.meeting is None
         own = {*spec.env, *spec.nccl_env}
         return {
             "uid": training.uid,
@@ -403,7 +540,7 @@ class RecordedBackend(Executor):
             "deadline_s": spec.deadline_s,
             "gated": self.has_gate,
             "job_variable": self.job_variable,
-            "results": _address(self.result_store(training)),
+            "results": self.result_store(training).uri,
         }
 
     def _fold(
@@ -427,6 +564,7 @@ class RecordedBackend(Executor):
             timing=self.timing,
             ages=reader.ages({key: now - at for key, at in since.items()}),
             has_gate=self.has_gate,
+            memory=reader.memory,
         )
 
     async def _put_desired(
@@ -445,11 +583,11 @@ class RecordedBackend(Executor):
 
     @staticmethod
     def _has_unlatched(facts: Facts, view: Fold) -> bool:
-        """Whether a rank that is not wanted has an attempt that is not told to stop yet."""
+        """Whether a rank that is not wanted has an attempt that need not stop yet."""
         assert facts.desired is not None
-        size, told = facts.desired["size"], facts.desired["stops"]
+        size, stops = facts.desired["size"], facts.desired["stops"]
         return any(
-            newest > max(told.get(str(rank), []), default=-1)
+            newest > max(stops.get(str(rank), []), default=-1)
             for rank, newest in view.newest.items()
             if rank >= size
         )
@@ -460,6 +598,7 @@ class RecordedBackend(Executor):
             if each.in_s <= 0:
                 by_attempt.setdefault(each.attempt, []).append(each.rank)
         for attempt, ranks in sorted(by_attempt.items()):
+            self._listings.pop(training.uid, None)
             await self.start_jobs(training, attempt, ranks)
 
     async def _write_exit(self, training: Training, key: AttemptKey, record: Json) -> None:
@@ -516,6 +655,13 @@ class RecordedBackend(Executor):
             where = self.where(training)
             raise Temporary(f"cannot write to {where}: {error.strerror}") from error
 
+    async def _get_bytes(self, training: Training, name: str) -> bytes | None:
+        try:
+            return await asyncio.to_thread(self.record_store_of(training).get, name)
+        except OSError as error:
+            where = self.where(training)
+            raise Temporary(f"the records in {where} cannot be read: {error.strerror}") from error
+
     async def _forget(self, training: Training) -> None:
         """The desired state goes first: without it there is nothing to observe."""
         record_store = self.record_store_of(training)
@@ -525,12 +671,12 @@ class RecordedBackend(Executor):
             for n in await asyncio.to_thread(record_store.entries)
             if "." in n or n in (GATE, LAUNCH)
         ]
-        await asyncio.to_thread(record_store.delete, [*names, RENDEZVOUS, CODE])
+        await asyncio.to_thread(record_store.delete, [*names, RENDEZVOUS, CODE, TRAINING, CAUSE])
         if isinstance(record_store, Folder) and training.spec.code is not None:
             root = code_root(record_store, training.uid, training.spec.code.digest)
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
         await self.clear(training, with_logs=False)
-        for memory in (self._readers, self._turns, self._ended):
+        for memory in (self._readers, self._turns, self._ended, self._listings):
             memory.pop(training.uid, None)
 
     @contextlib.asynccontextmanager
@@ -539,9 +685,22 @@ class RecordedBackend(Executor):
             yield
 
 
-def _address(record_store: Any) -> str:
-    """The path or URI of a store, as a wrapper opens it."""
-    return str(getattr(record_store, "path", None) or getattr(record_store, "name", record_store))
+def _by_digest(training: Training) -> Training:
+    """What of the launch another process needs; what runs is with the records already."""
+    spec = training.spec
+    spec = replace(
+        spec,
+        source=spec.source and spec.source.by_digest(),
+        code=spec.code and spec.code.by_digest(),
+    )
+    return replace(training, spec=spec)
+
+
+def _unknown(uid: str) -> Training:
+    """Enough of a training to find its records."""
+    world = WorldSize(min=1, target=1, max=1)
+    spec = TrainingSpec(name="unknown", world_size=world, command=["true"])
+    return Training(namespace="", uid=uid, spec=spec)
 
 
 def has_news(training: Training, observation: Observation) -> bool:

@@ -19,9 +19,9 @@ from atoll.agent.records import (
     next_attempt,
     restarts,
 )
-from atoll.core.attempts import MAX_ATTEMPTS as MAX_PAST_ATTEMPTS
-from atoll.core.attempts import close_attempt
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
+from atoll.core.ranks import MAX_ATTEMPTS as MAX_PAST_ATTEMPTS
+from atoll.core.ranks import close_attempt
 from atoll.core.spec import may_start
 from atoll.core.status import (
     AttemptStatus,
@@ -400,6 +400,10 @@ class RankMemory:
         return [entry[2] for entry in self._ranks.values()]
 
 
+# By rank: all that its ObservedRank was made of, and that.
+FoldMemory = dict[int, tuple[tuple[Any, ...], ObservedRank]]
+
+
 def observe(
     training: Training,
     facts: Facts,
@@ -450,8 +454,12 @@ def fold(
     timing: Timing,
     ages: Ages = NO_AGES,
     has_gate: bool = True,
+    memory: FoldMemory | None = None,
 ) -> Fold:
-    """Fold facts and what the backend says into an observation and the attempts that are due."""
+    """Fold facts and what the backend says into an observation and the attempts that are due.
+
+    `memory`: of the last fold, so that ranks of which nothing is new are reused.
+    """
     desired = facts.desired
     if desired is None:
         return Fold(Observation())
@@ -467,17 +475,15 @@ def fold(
     }
     due = [] if states is None else _due(training, facts, by_rank, currents, ages)
     opening, gate_in_s = _open_gate(training, facts, by_rank, now) if has_gate else ((), None)
+    memory = {} if memory is None else memory
+    for rank, number in currents.items():
+        judged, job = by_rank[rank][number], (states or {}).get((rank, number))
+        basis = (facts.counts.get(rank), number, desired, judged, job)
+        if rank not in memory or memory[rank][0] != basis or len(by_rank[rank]) > 1:
+            one = facts.attempt(rank, number) or AttemptFacts(rank, number, None, None, None)
+            memory[rank] = basis, observed_rank(training.name, facts, one, judged, states or {})
     observation = Observation(
-        ranks=[
-            observed_rank(
-                training.name,
-                facts,
-                facts.attempt(rank, number) or AttemptFacts(rank, number, None, None, None),
-                by_rank[rank][number],
-                states or {},
-            )
-            for rank, number in currents.items()
-        ],
+        ranks=[memory[rank][1] for rank in currents],
         desired=desired_of(facts),
         has_gate=has_gate,
         gate_opened_at=(facts.gate or {}).get("at"),

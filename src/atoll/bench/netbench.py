@@ -27,6 +27,7 @@ from atoll.core.errors import BackendError, Temporary
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import encode
 from atoll.core.status import BenchResult
+from atoll.files.writing import write_file
 
 SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 MIB = 1 << 20
@@ -427,9 +428,7 @@ def _write_result(result: BenchResult, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
     else:  # a reader sees the complete file or none
-        draft = output.with_name(output.name + ".new")
-        draft.write_text(text)
-        draft.replace(output)
+        write_file(output, text.encode(), mode=0o644, is_durable=False)
 
 
 def _write_report(path: str, text: str) -> None:

@@ -22,7 +22,7 @@ import click
 
 from atoll.cli.options import config_option, json_option
 from atoll.core.errors import AtollError
-from atoll.core.quantities import format_bytes
+from atoll.core.text import format_bytes
 
 if TYPE_CHECKING:
     from atoll.objectstore import ObjectStore
@@ -37,12 +37,14 @@ EXTRAS = {
     "kubernetes": ("lightkube", "clusters"),
     "modal": ("modal", "Modal"),
     "sagemaker": ("boto3", "SageMaker"),
+    "hfjobs": ("huggingface_hub", "Hugging Face Jobs"),
 }
+# Sixteen full logs of ranks (64 MiB each); one of them and a little for the store.
 ENOUGH_BYTES, TOO_FEW_BYTES = 2**30, 100 * 2**20
 ENOUGH_SHM_BYTES = 256 * 2**20  # Docker gives 64 MiB, which DataLoader workers overrun
 ENOUGH_FILES = 1024  # the usual soft limit
 ENOUGH_RANKS = 64  # more than people run on one machine
-STORE_S = 10.0  # how long a store may take to answer
+STORE_S = 5.0  # how long a store may take to answer; one that works takes less than a second
 SKEW_S = 5.0  # stores refuse at 15 minutes; synchronised clocks differ by milliseconds
 UNSYNCHRONISED = 5  # of adjtimex(2)
 
@@ -112,7 +114,7 @@ def python() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    from atoll.core.extras import to_install
+    from atoll.core.errors import to_install
 
     for extra, (package, purpose) in EXTRAS.items():
         try:
@@ -125,7 +127,7 @@ def extras() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    from atoll.backends.local.devices import ids_of, present
+    from atoll.backends.local.capacity import ids_of, present
     from atoll.core.executors import LOCAL
     from atoll.sdk.config import read_for_plane
 
@@ -186,9 +188,9 @@ def limits() -> Iterator[Finding]:
         yield Finding("files", GOOD, f"{soft} open files a process")
     ranks, why = min(Machine().most(), Machine().free())
     if ranks < ENOUGH_RANKS:
-        yield Finding("room", BAD if ranks < 1 else NOTE, f"{ranks} ranks: {why}", "raise it")
+        yield Finding("capacity", BAD if ranks < 1 else NOTE, f"{ranks} ranks: {why}", "raise it")
     else:
-        yield Finding("room", GOOD, f"{ranks} ranks at least could start: {why}")
+        yield Finding("capacity", GOOD, f"{ranks} ranks at least could start: {why}")
 
 
 def clock() -> Iterator[Finding]:
@@ -196,7 +198,7 @@ def clock() -> Iterator[Finding]:
     buffer = ctypes.create_string_buffer(512)  # struct timex, with nothing to set
     reported = ctypes.CDLL(None).adjtimex(buffer)
     if reported == UNSYNCHRONISED:
-        todo = "start an NTP service (chrony, systemd-timesyncd), or see to the host's"
+        todo = "start an NTP service (chrony, systemd-timesyncd), or check the host's"
         yield Finding("clock", NOTE, f"{now}, not synchronised, according to this kernel", todo)
     else:
         yield Finding("clock", GOOD, now)
@@ -212,7 +214,7 @@ def control_plane() -> Iterator[Finding]:
     try:
         count = len(Client().list())
     except AtollError as error:
-        todo = "see ATOLL_URL and ATOLL_TOKEN" if os.environ.get("ATOLL_URL") else "atoll stop"
+        todo = "check ATOLL_URL and ATOLL_TOKEN" if os.environ.get("ATOLL_URL") else "atoll stop"
         yield Finding(name, BAD, f"{url}: {error}".replace("\n", " "), todo)
     else:
         yield Finding(name, GOOD, f"{url} answers, with {count} trainings")
@@ -247,7 +249,7 @@ def executors() -> Iterator[Finding]:
 
 
 def store(uri: str | None) -> Iterator[Finding]:
-    from atoll.core.extras import to_install
+    from atoll.core.errors import to_install
     from atoll.core.stores import missing_keys
     from atoll.sdk.config import find, read
 
@@ -265,7 +267,7 @@ def store(uri: str | None) -> Iterator[Finding]:
     except ModuleNotFoundError:
         yield Finding("store", BAD, f"{uri} cannot be tried", to_install("store"))
     except AtollError as error:
-        todo = "see its address, its keys (AWS_*, GOOGLE_*, AZURE_*) and the endpoint"
+        todo = "check its address, its keys (AWS_*, GOOGLE_*, AZURE_*) and the endpoint"
         yield Finding("store", BAD, str(error).replace("\n", " "), todo)
 
 
@@ -273,8 +275,9 @@ def try_store(uri: str, blobs: ObjectStore) -> Iterator[Finding]:
     """Whether the store creates an object only once, and the time of its clock."""
     folder = f"atoll-doctor/{os.urandom(8).hex()}"
     key, began = f"{folder}/object", time.monotonic()
+    is_first = blobs.create(key, b"1")
     try:
-        is_first, is_second = blobs.create(key, b"1"), blobs.create(key, b"2")
+        is_second = blobs.create(key, b"2")
         took_s = time.monotonic() - began
         content = bytes(blobs.get(key))
         (listed,) = blobs.list(folder)
@@ -282,7 +285,7 @@ def try_store(uri: str, blobs: ObjectStore) -> Iterator[Finding]:
         blobs.delete([key])
     text = f"{uri} answers ({took_s / 2 * 1000:.0f} ms a write)"
     if is_first and not is_second and content == b"1":
-        yield Finding("store", GOOD, f"{text} and honours conditional writes")
+        yield Finding("store", GOOD, f"{text} and supports conditional writes")
     else:
         todo = "rounds need If-None-Match: use a newer release of the store, or another one"
         yield Finding("store", BAD, f"{text} but overwrites objects that exist", todo)
@@ -294,7 +297,7 @@ def try_store(uri: str, blobs: ObjectStore) -> Iterator[Finding]:
 
 def _plane() -> str | None:
     from atoll.backends.local.state import state_dir
-    from atoll.sdk.embedded import running
+    from atoll.sdk.endpoint import running
 
     return os.environ.get("ATOLL_URL") or running(state_dir())
 

@@ -16,7 +16,7 @@ import atoll
 from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
-from atoll.core.escape import escape_control
+from atoll.core.text import escape_control
 
 PROFILES = {
     "bash": "~/.bashrc",
@@ -48,7 +48,7 @@ COMMANDS = {
     "logs": "trainings",
     "result": "trainings",
     "metrics": "metrics",
-    "rounds": "rounds",
+    "rounds": "metrics",
     "events": "trainings",
     "scale": "trainings",
     "wait": "trainings",
@@ -56,14 +56,14 @@ COMMANDS = {
     "rm": "trainings",
     "rerun": "run",
     "top": "top",
-    "ui": "ui",
+    "ui": "plane",
     "executors": "plane",
     "doctor": "doctor",
     "serve": "plane",
     "stop": "plane",
     "token": "plane",
     "k8s": "plane",
-    "estimate": "rounds",
+    "estimate": "metrics",
     "completion": "main",
 }
 # What to do about an error, where its message does not say it.
@@ -112,7 +112,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(atoll.__version__, message="atoll %(version)s")
 def app() -> None:
-    """Elastic, low-communication training on whatever compute there is."""
+    """Run elastic, fault-tolerant training on one machine or a cluster."""
 
 
 def main() -> None:

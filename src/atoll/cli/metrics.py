@@ -1,27 +1,27 @@
-"""`atoll metrics`: what ranks reported, as a table, as CSV and as a curve."""
+"""`atoll metrics`, `atoll rounds` and `atoll estimate`: tables, CSV and curves."""
 
 from __future__ import annotations
 
 import csv
-import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from html import escape
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from atoll.cli.options import json_option, name_argument, since_option
+from atoll.core.errors import ValidationError
+from atoll.diloco.codecs import CODECS
 
 if TYPE_CHECKING:
-    from atoll.sdk.columns import MetricTable
-
+    from atoll.core.chart import Curve
+    from atoll.sdk.training import MetricTable, RoundTable
 
 AXES = ("step", "time")
-SVG_SIZE = (960, 540)  # 16:9, as wide as a column of text on most pages
 MAX_LINES = 24  # a higher curve shows no more: a Braille cell has four rows
 
 
@@ -33,18 +33,18 @@ MAX_LINES = 24  # a higher curve shows no more: a Braille cell has four rows
 )
 @since_option("metrics")
 @click.option("--csv", "is_csv", is_flag=True, help="Print every row as CSV.")
-@click.option("--plot", "is_plotted", is_flag=True, help="Draw the curve of one METRIC.")
+@click.option("--plot", "is_plotted", is_flag=True, help="Plot one METRIC.")
 @click.option(
     "--svg",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw the curve of one METRIC to this file.",
+    help="Plot one METRIC to this file.",
 )
 @click.option(
     "--x",
     "axis",
     type=click.Choice(AXES),
     default="step",
-    help="Horizontal axis of the curve.",
+    help="Horizontal axis of the plot.",
     show_default=True,
 )
 @json_option
@@ -98,7 +98,7 @@ def select_ranks(table: MetricTable, ranks: Sequence[int]) -> MetricTable:
 
 def _overview(table: MetricTable) -> str:
     from atoll.cli.output import table as format_table
-    from atoll.core.escape import escape_control
+    from atoll.core.text import escape_control
 
     lines = []
     for name in dict.fromkeys(table["name"]):
@@ -127,7 +127,8 @@ def _overview(table: MetricTable) -> str:
 
 
 def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | None) -> None:
-    from atoll.core.escape import escape_control
+    from atoll.core.chart import draw, draw_svg
+    from atoll.core.text import escape_control
 
     curves = curves_of(table, axis)
     if not curves:
@@ -137,7 +138,7 @@ def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | No
         )
     title = f"{escape_control(metric)} of {name}"
     if path is not None:
-        path.write_text(draw_svg(curves, title, axis, SVG_SIZE))
+        path.write_text(draw_svg(curves, title, axis))
         print(path)
         return
     size = shutil.get_terminal_size((100, 24))
@@ -147,6 +148,8 @@ def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | No
 
 def curves_of(table: MetricTable, axis: str) -> list[Curve]:
     """One curve for each rank; the time is in seconds since the first point."""
+    from atoll.core.chart import Curve
+
     start = min(table["at"], default=0.0)
     by_rank: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
     rows = zip(
@@ -164,156 +167,141 @@ def curves_of(table: MetricTable, axis: str) -> list[Curve]:
     ]
 
 
-_BRAILLE = 0x2800
-# The bit of each dot in a cell of two by four.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-PALETTE = ("#1259bd", "#a00f2f", "#04796a", "#935a00", "#6b3fa0", "#4c5561", "#0a58b5", "#8a4b08")
+MAX_ROWS = 40  # the newest rounds, as many as fit a tall terminal
+HEADER = ("ROUND", "TIME", "IN", "MISSING", "LATE", "JOINED", "LEFT", "UP", "DOWN", "HIDDEN",
+          "BLOCKED", "BITS", "TOKENS")  # fmt: skip
 
 
-class Curve(NamedTuple):
-    """One line. A gap is where `ys` is not finite."""
+@click.command()
+@name_argument
+@click.option("--csv", "is_csv", is_flag=True, help="Print every round as CSV.")
+@json_option
+def rounds(name: str, is_csv: bool, is_json: bool) -> None:
+    """Print the outer rounds of a DiLoCo training.
 
-    label: str
-    xs: Sequence[float]
-    ys: Sequence[float]
+    Each row has the members of a round and what it cost; as text only the newest rounds. UP and
+    DOWN are the bytes of all replicas, HIDDEN and BLOCKED the seconds of the slowest, BITS the bits
+    sent per parameter in both directions. Unknown values are dashes.
+    """
+    from atoll.cli.output import print_json
+    from atoll.sdk.client import Client
 
-
-class Frame(NamedTuple):
-    """The ranges that are drawn."""
-
-    left: float
-    right: float
-    bottom: float
-    top: float
-
-    def position(self, x: float, y: float, width: int, height: int) -> tuple[int, int]:
-        """Column and row, from the top left."""
-        column = (x - self.left) / (self.right - self.left) * (width - 1)
-        row = (self.top - y) / (self.top - self.bottom) * (height - 1)
-        return round(column), round(row)
-
-
-def frame_of(curves: Sequence[Curve]) -> Frame | None:
-    """None if nothing can be drawn."""
-    points = [
-        (x, y)
-        for curve in curves
-        for x, y in zip(curve.xs, curve.ys, strict=True)
-        if math.isfinite(x) and math.isfinite(y)
-    ]
-    if not points:
-        return None
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    return Frame(*_widen(min(xs), max(xs)), *_widen(min(ys), max(ys)))
+    table = Client().get(name).rounds()
+    if is_json:
+        columns = {**table, "summary": table.summary, "why": table.why, "dropped": table.dropped}
+        print_json(columns)
+    elif is_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(table)
+        writer.writerows([*map(_plain, row)] for row in zip(*table.values(), strict=True))
+    else:
+        print(as_text(name, table))
 
 
-def _widen(low: float, high: float) -> tuple[float, float]:
-    if low < high:
-        return low, high
-    half = abs(low) / 2 or 0.5
-    return low - half, high + half
+def as_text(name: str, table: RoundTable) -> str:
+    from atoll.cli.output import format_time, shorten
+    from atoll.cli.output import table as aligned
+    from atoll.core.rounds import describe_counts
+    from atoll.core.text import limited_spans
 
+    if table.summary is None:
+        return f"{name} has no outer rounds: only trainings with atoll.diloco.DiLoCo have them"
 
-def draw(curves: Sequence[Curve], width: int, height: int, x_label: str) -> str:
-    """The curves in so many columns and rows of characters."""
-    frame = frame_of(curves)
-    if frame is None:
-        return "nothing to draw"
-    labels = [_short(frame.top), _short(frame.bottom)]
-    margin = max(map(len, labels)) + 1
-    columns, rows = max(8, width - margin - 1), max(3, height - 2)
-    cells = [[0] * columns for _ in range(rows)]
-    for curve in curves:
-        for column, row in _dots(curve, frame, columns * 2, rows * 4):
-            cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
-    lines = []
-    for at, line in enumerate(cells):
-        label = labels[0] if at == 0 else labels[1] if at == rows - 1 else ""
-        lines.append(f"{label:>{margin}}│" + "".join(chr(_BRAILLE + cell) for cell in line))
-    left, right = _short(frame.left), _short(frame.right)
-    lines.append(" " * margin + "└" + "─" * columns)
-    gap = max(1, columns - len(left) - len(right) - len(x_label) - 1)
-    lines.append(" " * (margin + 1) + f"{left} {x_label}{' ' * gap}{right}")
-    return "\n".join(line.rstrip() for line in lines)
+    def ranks(column: str, at: int) -> str:
+        return shorten(limited_spans(table[column][at], 8), 40) or "-"
 
-
-def _dots(curve: Curve, frame: Frame, width: int, height: int) -> list[tuple[int, int]]:
-    """Every dot of a curve, with those between its points."""
-    dots: list[tuple[int, int]] = []
-    before: tuple[int, int] | None = None
-    for x, y in zip(curve.xs, curve.ys, strict=True):
-        if not (math.isfinite(x) and math.isfinite(y)):
-            before = None
-            continue
-        here = frame.position(x, y, width, height)
-        if before is None or here[0] < before[0]:
-            dots.append(here)
-        else:
-            dots += _between(before, here)
-        before = here
-    return dots
-
-
-def _between(one: tuple[int, int], other: tuple[int, int]) -> list[tuple[int, int]]:
-    steps = max(abs(other[0] - one[0]), abs(other[1] - one[1]), 1)
-    return [
-        (
-            round(one[0] + (other[0] - one[0]) * at / steps),
-            round(one[1] + (other[1] - one[1]) * at / steps),
+    count = len(table["round"])
+    is_cut = len({*table["fragment"]}) > 1
+    rows = []
+    for at in range(max(0, count - MAX_ROWS), count):
+        number, fragment = table["round"][at], table["fragment"][at]
+        out = sorted({*table["missing"][at], *table["rejected"][at]} - {*table["late"][at]})
+        when, error = table["at"][at], table["error"][at]
+        rows.append(
+            [
+                f"{number}.{fragment}" if is_cut else str(number),
+                "-" if when is None else format_time(when),
+                ranks("members", at) if table["members"][at] else f"void: {shorten(error, 60)}",
+                shorten(limited_spans(out, 8), 40) or "-",
+                ranks("late", at),
+                ranks("joined", at),
+                ranks("left", at),
+                _size(table["bytes_up"][at]),
+                _size(table["bytes_down"][at]),
+                _short_number(table["hidden_s"][at], "s"),
+                _short_number(table["blocked_s"][at], "s"),
+                _short_number(table["bits_per_parameter"][at]),
+                _short_number(table["tokens"][at] or None),
+            ]
         )
-        for at in range(steps + 1)
-    ]
+    lines = [f"{table.summary.message} ({table.why})"]
+    if table.summary.tokens:
+        lines.append(f"{table.summary.tokens:.6g} tokens")
+    if table.summary.ranks:
+        counts = {each.rank: each.rounds for each in table.summary.ranks}
+        lines.append(f"rounds taken part in: {describe_counts(counts)}")
+    return "\n".join([*lines, aligned(HEADER, rows)])
 
 
-def draw_svg(curves: Sequence[Curve], title: str, x_label: str, size: tuple[int, int]) -> str:
-    """The curves as an SVG document, with a title and a legend."""
-    width, height = size
-    left, top, right, bottom = 64, 36, 16, 40
-    frame = frame_of(curves)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="system-ui,sans-serif" font-size="12">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text x="{left}" y="20" font-size="15">{escape(title)}</text>',
-    ]
-    if frame is not None:
-        inner = (width - left - right, height - top - bottom)
-        parts.append(
-            f'<path d="M{left} {top}V{height - bottom}H{width - right}" fill="none" '
-            'stroke="#7d8794"/>'
-        )
-        for text, y in ((_short(frame.top), top + 4), (_short(frame.bottom), height - bottom)):
-            parts.append(f'<text x="{left - 6}" y="{y}" text-anchor="end">{text}</text>')
-        base = height - bottom + 18
-        parts.append(f'<text x="{left}" y="{base}">{_short(frame.left)}</text>')
-        parts.append(
-            f'<text x="{width - right}" y="{base}" text-anchor="end">{_short(frame.right)}</text>'
-        )
-        middle = left + inner[0] // 2
-        parts.append(f'<text x="{middle}" y="{base}" text-anchor="middle">{escape(x_label)}</text>')
-        for at, curve in enumerate(curves):
-            colour = PALETTE[at % len(PALETTE)]
-            path = _path(curve, frame, (left, top), inner)
-            parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-            parts.append(
-                f'<text x="{width - right}" y="{top + 14 * (at + 1)}" text-anchor="end" '
-                f'fill="{colour}">{escape(curve.label)}</text>'
-            )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def _size(size: int | None) -> str:
+    if size is None:
+        return "-"
+    value, units = float(size), "BkMGT"
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g}{units[0] if units[0] != 'B' else ' B'}"
 
 
-def _path(curve: Curve, frame: Frame, origin: tuple[int, int], inner: tuple[int, int]) -> str:
-    text, is_down = [], False
-    for x, y in zip(curve.xs, curve.ys, strict=True):
-        if not (math.isfinite(x) and math.isfinite(y)):
-            is_down = False
-            continue
-        column, row = frame.position(x, y, inner[0] + 1, inner[1] + 1)
-        text.append(f"{'L' if is_down else 'M'}{origin[0] + column} {origin[1] + row}")
-        is_down = True
-    return "".join(text)
+def _short_number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.3g}{unit}"
 
 
-def _short(value: float) -> str:
-    return f"{value:.4g}"
+def _plain(cell: Any) -> Any:
+    """Lists as their items with spaces between."""
+    return " ".join(map(str, cell)) if isinstance(cell, list) else cell
+
+
+_with_default = partial(click.option, show_default=True)
+
+
+@click.command()
+@click.option(
+    "--parameters", required=True, help="Number of parameters of the model: 1.3e9, 350M, 7B."
+)
+@click.option("--step-s", type=float, required=True, help="Seconds that one inner step takes.")
+@click.option(
+    "--link-gbps", type=float, required=True, help="Bandwidth of each replica's link in Gbit/s."
+)
+@_with_default("--replicas", "-n", default=4, help="Number of replicas.")
+@_with_default("--sync-every", default=100, help="Number of inner steps in a round.")
+@_with_default(
+    "--codec",
+    default="fp32",
+    help=f"Codec of the gradients: {' or '.join(', '.join(CODECS).rsplit(', ', 1))}.",
+)
+@_with_default("--fragments", default=1, help="Number of model parts synchronised in turn.")
+@_with_default("--overlap-steps", default=0, help="Number of inner steps done during a round.")
+@_with_default("--latency-s", default=0.03, help="Seconds that one request to the store takes.")
+@_with_default(
+    "--prices",
+    default="s3",
+    help="Price list of the store: free, s3, s3-internet, s3-express or r2.",
+)
+@json_option
+def estimate(parameters: str, is_json: bool, **settings: Any) -> None:
+    """Estimate the bytes, seconds and dollars of a round."""
+    from atoll.cli.output import print_json
+    from atoll.diloco.estimate import estimate as estimate_round
+    from atoll.diloco.estimate import table
+
+    result = estimate_round(parameters=parse_count(parameters), **settings)
+    print_json(result) if is_json else print(table(result))
+
+
+def parse_count(text: str) -> int:
+    """`7B`, `350M`, `1.3e9` as a whole number."""
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    try:
+        return round(float(text[:-1]) * unit) if unit else round(float(text))
+    except (ValueError, OverflowError):
+        raise ValidationError("parameters", text, "expected a count: 1.3e9, 350M, 7B") from None

@@ -24,7 +24,7 @@ class Duration(click.ParamType[float]):
     name = "duration"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        from atoll.core.quantities import DURATION_EXAMPLES, parse_duration
+        from atoll.core.text import DURATION_EXAMPLES, parse_duration
 
         try:
             seconds = parse_duration("", value)
@@ -46,7 +46,7 @@ class _BoundedByField:
         self._field = field
 
     def _read(self) -> None:
-        from atoll.core.fields import option_bounds
+        from atoll.core.problem import option_bounds
 
         bounds = option_bounds()[self._field]
         self.min, self.max = bounds.low, bounds.high if bounds.high < MAX_BOUND_IN_HELP else None
@@ -100,7 +100,7 @@ def complete(incomplete: str) -> list[str]:
     try:
         if not os.environ.get("ATOLL_URL"):
             from atoll.backends.local.state import state_dir
-            from atoll.sdk.embedded import running
+            from atoll.sdk.endpoint import running
 
             if running(state_dir()) is None:
                 return []
@@ -126,7 +126,6 @@ timeout_option = click.option(
     help="How long to wait before giving up, such as 30s or 5m.",
     show_default="no limit",
 )
-rank_option = click.option("--rank", type=click.IntRange(min=0), help="Print this rank only.")
 
 
 def since_option(noun: str) -> Callable[[Body], Body]:

@@ -17,15 +17,13 @@ from atoll.core.describe import (
     describe_others,
     describe_ranks,
 )
-from atoll.core.escape import escape_control
 from atoll.core.executors import executor_problem
 from atoll.core.metrics import LatestMetric
-from atoll.core.phase import Phase
-from atoll.core.quantities import format_duration
+from atoll.core.phase import ConditionType, Phase
+from atoll.core.ranks import has_replica_per_rank
 from atoll.core.rounds import TrainingWithRounds, describe_counts
 from atoll.core.status import AttemptStatus, BenchStatus, Event, RankExit, RankStatus, Training
-from atoll.core.warnings import CONDITION as WARNINGS
-from atoll.core.warnings import has_replica_per_rank
+from atoll.core.text import escape_control, format_duration
 
 _INTERNAL_FIELDS = (
     "discardedAttempts",
@@ -34,6 +32,16 @@ _INTERNAL_FIELDS = (
     "desiredAt",
     "isReleased",
     "gateOpenedAt",
+)
+
+
+# Conditions that the report on the end of a training repeats.
+END_REPORT = (
+    ConditionType.WARNINGS,
+    ConditionType.COMPLETE,
+    ConditionType.SUCCEEDED,
+    ConditionType.FAILED,
+    ConditionType.CANCELLED,
 )
 
 
@@ -200,7 +208,7 @@ def _rounds(training: Training, now: float) -> list[str]:
     summary = training.rounds if isinstance(training, TrainingWithRounds) else None
     if summary is None:
         return []
-    lines = [summary.words]
+    lines = [summary.message]
     if summary.tokens:
         lines.append(f"{summary.tokens:.6g} tokens")
     if summary.moved_at is not None:
@@ -223,7 +231,7 @@ def status_text(training: Training) -> str:
         lines.append(f"  now       {escape_control(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
     for condition in status.conditions:
-        is_in_report = condition.type == WARNINGS and status.phase.is_terminal  # by the end report
+        is_in_report = status.phase.is_terminal and condition.type in END_REPORT
         if condition.status == "True" and condition.message and not is_in_report:
             lines.append(f"  condition {condition.type}: {escape_control(condition.message)}")
     if status.phase.is_terminal:
@@ -299,7 +307,7 @@ def _exit_cell(ended: RankExit) -> str:
 
 
 def bench_text(name: str, diagnostics: BenchStatus) -> str:
-    from atoll.bench.plot import plot_text
+    from atoll.core.chart import link_bars
 
     message, result = escape_control(diagnostics.message or diagnostics.phase), diagnostics.result
     if result is None:
@@ -314,7 +322,7 @@ def bench_text(name: str, diagnostics: BenchStatus) -> str:
     lines = [f"{name}: {message}"]
     for label, (value, unit) in rows.items():
         lines.append(f"  {label:<26}{'not measured' if value is None else f'{value:.3g} {unit}'}")
-    return "\n".join([*lines, plot_text(result.points).rstrip("\n")])
+    return "\n".join([*lines, link_bars(result.points).rstrip("\n")])
 
 
 def events_table(events: Sequence[Event]) -> str:

@@ -1,14 +1,17 @@
-"""Commands on a control plane: run it, stop it, its tokens and its executors."""
+"""Commands on a control plane: run and stop it, its tokens, executors and dashboard."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 import click
 
@@ -26,7 +29,6 @@ from atoll.operator.__main__ import run as operator
 
 if TYPE_CHECKING:
     from atoll.core.ports import Tokens
-
 
 T = TypeVar("T")
 
@@ -90,7 +92,7 @@ def serve(
     """
     from atoll import main as main
     from atoll.backends.local import state
-    from atoll.backends.local.enclosing_rank import enclosing_rank
+    from atoll.backends.local.state import enclosing_rank
 
     if not is_owned and (rank := enclosing_rank()) is not None:
         raise Permanent(
@@ -201,9 +203,6 @@ def revoke(id: str, state_dir: Path | None, home: str | None, is_json: bool) -> 
     print_json({"removed": [id]}) if is_json else print(f"{id}: removed")
 
 
-token.add_command(revoke, "rm")
-
-
 async def _with_tokens(
     state_dir: Path | None, home: str | None, act: Callable[[Tokens], Awaitable[T]]
 ) -> T:
@@ -216,7 +215,7 @@ async def _with_tokens(
 def _tokens(state_dir: Path | None) -> Tokens:
     from atoll.backends.local import state
     from atoll.files.ownership import make_private
-    from atoll.store.tokens import SQLiteTokens
+    from atoll.store.database import SQLiteTokens
 
     if os.environ.get("ATOLL_URL") and state_dir is None and "ATOLL_STATE_DIR" not in os.environ:
         text = "ATOLL_URL names a control plane elsewhere: make tokens on its machine, "
@@ -234,7 +233,7 @@ POLL_S = 0.02  # nobody notices such a delay
 @click.option("--all", "is_all", is_flag=True, help="Cancel all trainings first.")
 @json_option
 def stop(is_all: bool, is_json: bool) -> None:
-    """Stop the control plane of this user. Ranks go on; the next command starts it again.
+    """Stop the control plane of this user. Ranks keep running; the next command starts it again.
 
     It is no error if none runs. A control plane that ATOLL_URL names is not stopped.
     """
@@ -255,14 +254,14 @@ def stop(is_all: bool, is_json: bool) -> None:
     if pid is None:
         print("no control plane runs")
     else:
-        note = "" if is_all else "; its ranks go on, and the next command starts it again"
+        note = "" if is_all else "; its ranks keep running, and the next command starts it again"
         print(f"stopped the control plane (pid {pid}){note}")
 
 
 def cancel_all(where: Path) -> list[str]:
     """Cancel what runs, wait until no rank is alive, and return the names."""
     from atoll.sdk.client import Client
-    from atoll.sdk.embedded import running
+    from atoll.sdk.endpoint import running
 
     if running(where) is None and not any((where / "ranks").glob("*")):
         return []
@@ -283,7 +282,7 @@ def cancel_all(where: Path) -> list[str]:
 
 def stop_plane(where: Path) -> int | None:
     """Stop the control plane and return its pid; None if none ran."""
-    from atoll.sdk.embedded import read_announcement, start_time
+    from atoll.sdk.endpoint import read_announcement, start_time
 
     endpoint = read_announcement(where)
     if endpoint is None:
@@ -339,3 +338,95 @@ def executors(is_json: bool) -> None:
 @click.group(commands={"operator": operator, "manifests": manifests})
 def k8s() -> None:
     """Run the operator on a Kubernetes cluster."""
+
+
+FILES = "ui-*.html"
+FILE_S = 120.0  # a code is good for 60 s, and a browser may take as long to start
+
+
+@click.command()
+@click.option("--no-open", "is_printed", is_flag=True, help="Print the link and open nothing.")
+@click.option(
+    "--revoke", "is_revoked", is_flag=True, help="Sign all browsers of the namespace out instead."
+)
+@json_option
+def ui(is_printed: bool, is_revoked: bool, is_json: bool) -> None:
+    """Open the dashboard in a browser.
+
+    The link signs in once and is good for a minute: who has it first is signed in as you. It opens
+    on this machine, or on another one with the control plane's port forwarded.
+    """
+    from atoll.cli.output import count_of, print_json, print_note
+    from atoll.sdk import flows
+    from atoll.sdk.client import Client
+
+    client = Client()
+    if is_revoked:
+        ended = client.run(flows.end_sessions()).sessions
+        print_json({"sessions": ended}) if is_json else print_note(
+            f"{count_of(ended, 'session')} ended"
+        )
+        return
+    code = client.run(flows.ui_code())
+    url = link_of(client.wire.endpoint.address().url, code.host, code.code)
+    if is_json:
+        print_json({"url": url})
+        return
+    print(url, flush=True)
+    if not is_printed and sys.stdout.isatty():
+        open_in_browser(url)
+
+
+def link_of(url: str, host: str, code: str) -> str:
+    """The address to open. The code is behind the `#`: it reaches no log and no other site.
+
+    On this machine the dashboard has a name of its own, because a browser sends the cookies of
+    127.0.0.1 to every port there. Browsers know that names below localhost are this machine.
+    """
+    from atoll.sdk.endpoint import Address
+
+    parts = urlsplit(url)
+    if Address(url).is_local:
+        parts = parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host)
+    return urlunsplit(parts._replace(path="/in", fragment=code))
+
+
+def open_in_browser(url: str) -> None:
+    """Opens a private file that leads to the address, which signs in: all users of this machine
+    can read the arguments of a browser. Without a browser, or room for the file, the printed link
+    is what there is."""
+    import webbrowser
+
+    with contextlib.suppress(OSError, Permanent):
+        webbrowser.open(write_redirect(url).as_uri())
+
+
+def write_redirect(url: str) -> Path:
+    """A page in the state directory, for this user alone, that leads to the address. Raises
+    OSError."""
+    from html import escape
+
+    from atoll.backends.local.state import state_dir
+    from atoll.files.ownership import make_private, private
+
+    where = state_dir()
+    make_private(where)
+    _remove_old(where)
+    link = escape(url)
+    path = where / FILES.replace("*", secrets.token_hex(8))
+    with open(path, "x", opener=private) as file:
+        file.write(
+            '<!doctype html><meta charset="utf-8"><title>atoll</title>\n'
+            '<meta name="referrer" content="no-referrer">\n'
+            f'<meta http-equiv="refresh" content="0;url={link}">\n'
+            f'<a href="{link}">Open the dashboard</a>\n'
+        )
+    return path
+
+
+def _remove_old(where: Path) -> None:
+    """A browser does not say when it has read its file, so a later command removes it."""
+    for path in where.glob(FILES):
+        with contextlib.suppress(OSError):
+            if abs(time.time() - path.stat().st_mtime) > FILE_S:
+                os.unlink(path)

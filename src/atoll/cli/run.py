@@ -1,12 +1,14 @@
-"""`atoll run` and `atoll rerun`: start a training, and follow it or not."""
+"""`atoll run` and `atoll rerun`: what ranks run, its training, and following it or not."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,7 +24,6 @@ from atoll.cli.options import (
     json_option,
     name_argument,
 )
-from atoll.cli.programs import generate_name, misplaced, program, read_variables
 from atoll.core.errors import ValidationError
 from atoll.sdk.endpoint import is_local_executor
 
@@ -188,14 +189,16 @@ def _set_slots(ctx: click.Context, param: click.Parameter, slots: int | None) ->
     if slots is None:
         return None
     from atoll.backends.local.state import state_dir
-    from atoll.sdk.embedded import SLOTS, read_announcement
+    from atoll.sdk.endpoint import SLOTS, read_announcement
 
     if os.environ.get("ATOLL_URL"):
         raise ValidationError("--slots", slots, "expected none: ATOLL_URL names a control plane")
     endpoint = read_announcement(state_dir())
     if endpoint is not None and endpoint.get("slots") != slots:
         has = endpoint.get("slots") or "no limit"
-        expected = f"the control plane runs with {has}: 'atoll stop' ends it, and ranks go on"
+        expected = (
+            f"the control plane runs with {has}: 'atoll stop' ends it, and ranks keep running"
+        )
         raise ValidationError("--slots", slots, expected)
     os.environ[SLOTS] = str(slots)
     return slots
@@ -296,7 +299,7 @@ def run_parameters() -> list[click.Parameter]:
         HeadedOption(
             ["--timeout"],
             type=Duration(),
-            help="How long to follow the training; it goes on after that.",
+            help="How long to follow the training; it keeps running after that.",
             show_default="no limit",
         ),
         HeadedOption(
@@ -306,7 +309,7 @@ def run_parameters() -> list[click.Parameter]:
             ["--dry-run", "is_dry"],
             is_flag=True,
             help="Print what would be submitted, and exit: the script for sbatch, objects for "
-            "kubectl, requests to Modal or SageMaker.",
+            "kubectl, requests to Modal, SageMaker or Hugging Face.",
         ),
         HeadedOption(["--json", "is_json"], is_flag=True, help="Print JSON instead of text."),
     )
@@ -343,7 +346,7 @@ def run(
         else:
             _follow(launch, timeout, is_removed=is_removed, is_json=is_json)
     except ValidationError as error:
-        from atoll.core.fields import rename_fields
+        from atoll.core.problem import rename_fields
 
         raise rename_fields(error, FLAGS) from error
 
@@ -386,7 +389,7 @@ def read_launch(
 
 def _follow(launch: Launch, timeout: float | None, *, is_removed: bool, is_json: bool) -> None:
     _begin(launch)
-    from atoll.cli.follow import Following
+    from atoll.cli.follow import Following, JsonReport, TextReport
     from atoll.cli.terminal import ignore_closed_output, leave
     from atoll.core.errors import Temporary
     from atoll.sdk.client import Client
@@ -396,8 +399,6 @@ def _follow(launch: Launch, timeout: float | None, *, is_removed: bool, is_json:
     client = Client()
     training = client.deploy_distributed(launch.name, **launch.options)
     _print_code(training.last.spec.code)
-    from atoll.cli.report import JsonReport, TextReport  # loaded while the ranks start
-
     report = JsonReport() if is_json else TextReport()
     code = following.run(client, training, report)
     if is_removed:
@@ -458,13 +459,12 @@ def rerun(
 
     following = None
     if is_followed:
-        from atoll.cli.follow import Following
+        from atoll.cli.follow import Following, JsonReport, TextReport
 
         following = Following()
     client = Client()
     training = client.get(name).rerun(new_name, world_size=ranks, env=read_variables(env, ()))
     if following is not None:
-        from atoll.cli.report import JsonReport, TextReport
         from atoll.cli.terminal import leave
 
         leave(following.run(client, training, JsonReport() if is_json else TextReport()))
@@ -486,8 +486,8 @@ def _preview(launch: Launch) -> str:
     from atoll.core.config import in_file, options_of
     from atoll.core.errors import ValidationError
     from atoll.core.executors import LOCAL, PlaneContext, load
+    from atoll.core.ports import describe_unsupported, unsupported_fields
     from atoll.core.status import Training
-    from atoll.core.support import describe_unsupported, unsupported_fields
     from atoll.sdk.config import read_for_plane, resolve_spec
 
     spec, config = resolve_spec(launch.name, launch.options), read_for_plane()
@@ -516,8 +516,7 @@ def _preview(launch: Launch) -> str:
 def _begin(launch: Launch) -> None:
     """Start the control plane while the rest is loaded, unless the training is refused."""
     from atoll.sdk.config import resolve_spec
-    from atoll.sdk.embedded import begin
-    from atoll.sdk.endpoint import is_local_executor, local_fields
+    from atoll.sdk.endpoint import begin, is_local_executor, local_fields
 
     spec = resolve_spec(launch.name, launch.options)
     if is_local_executor(spec.executor) and not os.environ.get("ATOLL_URL"):
@@ -528,10 +527,10 @@ def _begin(launch: Launch) -> None:
 def _print_code(code: Code | None) -> None:
     """Print how much of the working directory is sent with the training."""
     if code is not None:
-        from atoll.code.archive import describe
+        from atoll.core.text import format_bytes
 
         files = "1 file" if code.files == 1 else f"{code.files} files"
-        sizes = f"{describe(code.unpacked)}, {describe(code.size)} packed"
+        sizes = f"{format_bytes(code.unpacked)}, {format_bytes(code.size)} packed"
         click.echo(f"atoll: code: {files}, {sizes}, sha256 {code.digest[:12]}", err=True)
 
 
@@ -543,3 +542,175 @@ def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
         text = f"expected --min <= -n <= --max, got {low}, {ranks}, {high}"
         raise click.UsageError(text)
     return WorldSize(min=low, target=ranks, max=high)
+
+
+# 32 letters that are not mistaken for each other: a byte picks all equally often.
+_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
+_SUFFIX = 5  # 32**5 names: 1,000 trainings of one script collide once in 67 sweeps
+_MAX_NAME = 63  # of a DNS label
+# Programs that only run something else, so that they say little about a training.
+_RUNNERS = re.compile(
+    r"(python|pypy)[\d.]*|torchrun|accelerate|deepspeed|(ba|z)?sh|env|uv|nice|nohup|time|timeout"
+)
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+_SCRIPTS = (".py", ".sh", ".bash")
+
+
+def program(command: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """The command, with the caller's Python before a script in Python.
+
+    Raises ValidationError for a program that ranks on this machine cannot run.
+    """
+    argv = list(command)
+    is_script = bool(argv) and argv[0].endswith(".py")
+    if argv and is_local_executor(options.get("executor")):
+        _check(argv[0], Path(options.get("working_dir") or "", argv[0]))
+        return [sys.executable or "python3", *argv] if is_script else argv
+    return ["python", *argv] if is_script else argv
+
+
+def _check(argument: str, path: Path) -> None:
+    expected = ""
+    if len(argument.split()) > 1 and not path.exists():
+        expected = "a program: this is one argument. Remove the quotes, or put 'sh -c' before it"
+    elif _ASSIGNED.match(argument) and not path.exists():
+        expected = f"a program: set variables with -e {argument}"
+    elif argument.endswith(".ipynb"):
+        expected = "a .py: 'jupyter nbconvert --to script' makes one of a notebook"
+    elif argument.endswith(".py") and not path.is_file():
+        expected = f"a file: there is none at {path.absolute()}"
+    elif "/" in argument or argument in (".", ".."):
+        if path.is_dir():
+            expected = "a program or a .py: this is a directory"
+        elif path.is_file() and not argument.endswith(".py") and not os.access(path, os.X_OK):
+            expected = "a program: this file is not executable. Put its interpreter before it"
+    if expected:
+        raise ValidationError("command", argument, f"expected {expected}")
+
+
+# Options of `run` that are easily typed in the wrong place, and that few scripts have.
+_OURS = {"-n", "--ranks", "--min", "--max", "--gpus", "--max-restarts", "--rendezvous", "--uri"}
+_OURS |= {"--run-id", "--executor", "--dry-run", "--env-file"}
+
+
+def misplaced(command: Sequence[str], typed: Sequence[str]) -> str:
+    """A note on options of atoll that went to the script because they follow it; empty if there
+    are none, or if `typed` has a `--`."""
+    if not command or not command[0].endswith(".py") or "--" in typed:
+        return ""
+    passed = [argument for argument in command[1:] if argument.partition("=")[0] in _OURS]
+    if not passed:
+        return ""
+    remedy = f"for atoll, put it before {command[0]}; '--' before the script hides this note"
+    return f"{passed[0]} goes to {command[0]}: {remedy}"
+
+
+def generate_name(command: Sequence[str]) -> str:
+    """A DNS label made of the program's name and a random suffix."""
+    return f"{_stem(command)[: _MAX_NAME - 1 - _SUFFIX].rstrip('-')}-{_random()}"
+
+
+def _random() -> str:
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(_SUFFIX))
+
+
+def _stem(command: Sequence[str]) -> str:
+    """`train` for `python train.py --lr 3`, `nanogpt-train` for `python -m nanogpt.train`."""
+    stem = next(filter(None, map(_label, _candidates(command))), None)
+    return stem or (_label(command[0]) if command else "") or "training"
+
+
+def _candidates(command: Sequence[str]) -> Iterator[str]:
+    """Arguments that may be the program, the likeliest first."""
+    argv = _argv(command)
+    for before, argument in argv:
+        if before == "-m":
+            yield argument.replace(".", "-")
+        elif argument.endswith(_SCRIPTS) and _is_program(argument):
+            yield PurePath(argument).stem
+    for before, argument in argv:
+        is_value = before.startswith("-") and "=" not in before  # such as `--nproc-per-node 2`
+        if not is_value and _is_program(argument):
+            yield PurePath(argument).stem
+
+
+def _argv(command: Sequence[str]) -> list[tuple[str, str]]:
+    """Each argument with the one before it, up to the first program that is no runner, or to code
+    on the command line."""
+    argv = []
+    for before, argument in zip(["", *command], command, strict=False):
+        if before == "-c":
+            break
+        argv.append((before, argument))
+        if not before.startswith("-") and _is_program(argument):
+            if argument.endswith(_SCRIPTS) or not argv[1:]:
+                break
+    return argv
+
+
+def _is_program(argument: str) -> bool:
+    if argument.startswith("-") or "=" in argument or not re.search("[A-Za-z]", argument):
+        return False
+    return not _RUNNERS.fullmatch(PurePath(argument).name)
+
+
+def _label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", PurePath(text).name.lower()).strip("-")
+
+
+def read_variables(argv: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
+    """The environment that `--env` and `--env-file` describe."""
+    env: dict[str, str] = {}
+    for path in files:
+        env |= read_env_file(path)
+    for argument in argv:
+        env |= _variable(argument)
+    return env
+
+
+def _variable(argument: str) -> dict[str, str]:
+    name, has_value, value = argument.partition("=")
+    if has_value:
+        return {name: value}
+    matches = {key: os.environ[key] for key in os.environ if fnmatchcase(key, name)}
+    if not matches:
+        expected = "expected K=V, or the name or pattern of variables that are set here"
+        raise ValidationError("--env", argument, expected)
+    return matches
+
+
+ENV_FILE = "--env-file"
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Variables of a file of `K=V` lines, as for `docker run --env-file`, with quotes and comments.
+
+    Raises ValidationError that names the file and the line, and never shows a value.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ValidationError(ENV_FILE, str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValidationError(ENV_FILE, str(path), "expected a text file in UTF-8") from error
+    env: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("export ").lstrip()
+        if not text or text.startswith("#"):
+            continue
+        name, has_value, value = text.partition("=")
+        if not has_value or not name.strip().isidentifier():
+            raise ValidationError(ENV_FILE, str(path), f"line {number}: expected K=V")
+        env[name.strip()] = _value(value.strip(), path, number)
+    return env
+
+
+def _value(text: str, path: Path, number: int) -> str:
+    quote = text[:1]
+    if quote not in ("'", '"'):
+        return text.partition(" #")[0].rstrip()
+    inside, end, remainder = text[1:].partition(quote)
+    if not end or (remainder.strip() and not remainder.lstrip().startswith("#")):
+        expected = f"line {number}: expected a closing {quote} at the end of the value"
+        raise ValidationError(ENV_FILE, str(path), expected)
+    return inside

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import TextIOWrapper
-from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live
+
+# Codes of ANSI terminals. The colours of neighbouring ranks differ on both backgrounds.
 RED, GREEN, YELLOW, DIM = 31, 32, 33, 2
 RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 PHASE_COLOURS = {"ready": GREEN, "succeeded": GREEN, "failed": RED, "cancelled": YELLOW}
-_ERASE = "\r\x1b[2K"
+REFRESH_HZ = 2  # so soon a screen has its new size; one of 200 columns takes 1.3 ms of CPU
 
 
 def prepare() -> None:
@@ -111,141 +114,96 @@ class LastLine:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_on = can_redraw(stream)
-        self._text = ""
-        self._is_drawn = False
+        self._live: Live | None = None
+        self._text = ""  # as it is drawn
 
     def show(self, text: str) -> None:
         """Draws the line if it changed, so it may be called often."""
-        if not self._is_on or (self._is_drawn and text == self._text):
+        if text == self._text or not can_redraw(self._stream):
             return
-        from shutil import get_terminal_size
+        if self._live is None:
+            from rich.console import Console
+            from rich.live import Live
 
-        width = get_terminal_size().columns - 1
-        self._stream.write(_ERASE + text[:width])
-        self._stream.flush()
-        self._text, self._is_drawn = text, True
+            console = Console(file=self._stream)
+            self._live = Live(
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+        self._live.start()
+        # Nobody would show the cursor again after Ctrl-Z, or after a second Ctrl-C.
+        self._live.console.show_cursor()
+        self._live.update(Cropped(text), refresh=True)
+        self._text = text
 
     def hide(self) -> None:
-        if self._is_drawn:
-            self._stream.write(_ERASE)
-            self._stream.flush()
-            self._is_drawn = False
+        if self._live is not None:
+            self._live.stop()
+        self._text = ""
 
 
-ENTER = "\x1b[?1049h\x1b[?25l"  # the other screen, without a cursor
-LEAVE = "\x1b[?25h\x1b[?1049l"
-HOME, ERASE_LINE, ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-QUIT = frozenset("qQ\x1b")
+class Cropped:
+    """As much of a text as the screen holds. What is left out below is counted."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.split("\n")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        lines, height = self._lines, options.size.height
+        if len(lines) > height:
+            lines = [*lines[: height - 1], f"… {len(lines) - height + 1} more lines"]
+        yield Text.from_ansi("\n".join(lines), no_wrap=True, overflow="crop")
 
 
-class Screen:
-    """Used with `with`. Keys are read as they are pressed, where there is a keyboard."""
+@contextlib.contextmanager
+def screen() -> Iterator[Callable[[str], None]]:
+    """A screen of its own, as what draws a text on it over the one before."""
+    from rich.console import Console
+    from rich.live import Live
 
-    def __init__(self) -> None:
-        self._keyboard: int | None = None
-        self._before: Any = None
-        self._resized, self._resize = os.pipe()
-        self._old: Any = None
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)  # they would hide a new size of the terminal
+    with Live(
+        console=Console(),
+        screen=True,
+        refresh_per_second=REFRESH_HZ,
+        redirect_stdout=False,  # a stand-in for stdout has no encoding, by which curves are drawn
+        redirect_stderr=False,
+    ) as live:
+        try:
+            yield lambda text: live.update(Cropped(text), refresh=True)
+        finally:
+            live.console.clear()  # tmux leaves lines of a screen that was resized
 
-    def __enter__(self) -> Screen:
-        import termios
-        import tty
 
-        os.set_blocking(self._resize, False)
-        self._old = signal.signal(signal.SIGWINCH, self._on_resize)
+@contextlib.contextmanager
+def keyboard() -> Iterator[Callable[[float], bool]]:
+    """What waits so many seconds, and says whether a key to quit was pressed meanwhile."""
+    import termios
+    import tty
+
+    with contextlib.ExitStack() as stack:
+        keys: list[int] = []
         with contextlib.suppress(OSError, ValueError, termios.error):
             fd = sys.stdin.fileno()
             # Reading keys in the background would stop the process.
-            if os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp():
-                self._before = termios.tcgetattr(fd)
+            if os.tcgetpgrp(fd) == os.getpgrp():
+                stack.callback(termios.tcsetattr, fd, termios.TCSADRAIN, termios.tcgetattr(fd))
                 tty.setcbreak(fd)
-                self._keyboard = fd
-        sys.stdout.write(ENTER)
-        sys.stdout.flush()
-        return self
+                keys.append(fd)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        import termios
-
-        with contextlib.suppress(OSError):
-            sys.stdout.write(LEAVE)
-            sys.stdout.flush()
-        if self._keyboard is not None:
-            with contextlib.suppress(termios.error):
-                termios.tcsetattr(self._keyboard, termios.TCSADRAIN, self._before)
-        signal.signal(signal.SIGWINCH, self._old)
-        for fd in (self._resized, self._resize):
-            os.close(fd)
-
-    def _on_resize(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._resize, b"r")
-
-    def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
-        with contextlib.suppress(OSError, ValueError):
-            columns, lines = os.get_terminal_size(sys.stdout.fileno())
-            if columns > 0 and lines > 0:
-                return columns, lines
-        from shutil import get_terminal_size
-
-        columns, lines = get_terminal_size()
-        return columns, lines
-
-    def draw(self, text: str) -> None:
-        """Over what was there, line by line: erasing it all first would flicker."""
-        lines = text.split("\n")
-        sys.stdout.write(HOME + f"{ERASE_LINE}\n".join(lines) + ERASE_LINE + ERASE_BELOW)
-        sys.stdout.flush()
-
-    def wait(self, seconds: float, again: Callable[[], str]) -> bool:
-        """Whether a key to quit was pressed meanwhile. A resized screen is drawn `again`."""
-        ends_at = time.monotonic() + seconds
-        while (left := ends_at - time.monotonic()) > 0:
-            watched = [self._resized, *([] if self._keyboard is None else [self._keyboard])]
-            ready = select.select(watched, [], [], left)[0]
-            if self._keyboard in ready and self._keyboard is not None:
-                keys = os.read(self._keyboard, 64).decode(errors="replace")
-                if not keys:  # the keyboard was closed
+        def is_left(seconds: float) -> bool:
+            ends_at = time.monotonic() + seconds
+            while select.select(keys, [], [], max(0.0, ends_at - time.monotonic()))[0]:
+                pressed = os.read(keys[0], 64).decode(errors="replace")
+                # Nothing: the keyboard was closed. Arrows and the like begin with an escape too.
+                if not pressed or pressed == "\x1b" or pressed[0] in "qQ":
                     return True
-                # Arrows and the like begin with an escape too.
-                if keys[0] in QUIT and (keys[0] != "\x1b" or len(keys) == 1):
-                    return True
-            if self._resized in ready:
-                os.read(self._resized, 1024)
-                self.draw(again())
-        return False
+            return False
 
-
-def fit(text: str, size: tuple[int, int]) -> str:
-    """As much of the text as the screen holds, so that the next drawing starts at the top."""
-    width, height = size
-    lines = text.split("\n")
-    if len(lines) >= height:
-        height_left = max(1, height - 2)
-        lines = [*lines[:height_left], f"… {len(lines) - height_left} more lines"]
-    return "\n".join(cut(line, width) for line in lines)
-
-
-def cut(line: str, width: int) -> str:
-    """The first columns of a line. Colours take none, and are not left on."""
-    if len(line) <= width:
-        return line
-    out, column_count, at, is_coloured = [], 0, 0, False
-    while at < len(line) and column_count < width:
-        if line[at] == "\x1b":
-            end = line.index("m", at) + 1
-            is_coloured = line[at:end] != "\x1b[0m"
-            out.append(line[at:end])
-            at = end
-            continue
-        out.append(line[at])
-        column_count += 1
-        at += 1
-    return "".join(out) + ("\x1b[0m" if is_coloured else "")
+        yield is_left

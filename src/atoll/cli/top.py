@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atoll.cli.options import json_option
+from atoll.core.text import format_bytes
 
 if TYPE_CHECKING:
     from atoll.core.metrics import LatestMetric, MetricValue
@@ -41,20 +42,17 @@ SPARK = 12  # columns of the curve
     help="Number of refreshes before exiting.",
     show_default="no limit on a terminal, else 1",
 )
-@click.option("--once", "is_once", is_flag=True, help="Print once and exit: --count 1.")
 @json_option
-def top(interval: float, count: int | None, is_once: bool, is_json: bool) -> None:
+def top(interval: float, count: int | None, is_json: bool) -> None:
     """Show all trainings and their ranks, live.
 
     q or Ctrl-C quits.
     """
     from atoll.cli.output import print_json
-    from atoll.cli.terminal import Screen, can_redraw, fit
+    from atoll.cli.terminal import can_redraw, keyboard, screen
     from atoll.sdk.client import Client
 
-    if is_once and count not in (None, 1):
-        raise click.BadParameter("expected none with --once", param_hint="--count")
-    is_screen = can_redraw(sys.stdout) and not is_json and not is_once
+    is_screen = can_redraw(sys.stdout) and not is_json and count != 1
     left: float = inf if is_screen else 1
     left = left if count is None else count
     snapshot = Snapshot(Client())
@@ -66,14 +64,12 @@ def top(interval: float, count: int | None, is_once: bool, is_json: bool) -> Non
             if left > 0:
                 time.sleep(interval)
         return
-    with Screen() as screen:
+    with keyboard() as is_left, screen() as draw:
         while left > 0:
             snapshot.read()
-            screen.draw(fit(snapshot.text(hint="q quits"), screen.size()))
+            draw(snapshot.text(hint="q quits"))
             left -= 1
-            if left > 0 and screen.wait(
-                interval, lambda: fit(snapshot.text(hint="q quits"), screen.size())
-            ):
+            if left > 0 and is_left(interval):
                 return
 
 
@@ -110,7 +106,7 @@ class Snapshot:
                     for metric in self._client.run(flow).items:
                         self.metrics[metric.uid, metric.name] = metric
         except AtollError:
-            self.metrics = {}  # a control plane of an older release
+            self.metrics = {}  # the trainings are shown all the same
 
     def _split(self, trainings: Sequence[Training]) -> None:
         self.alive = _newest_first([t for t in trainings if not t.status.phase.is_terminal])
@@ -198,7 +194,7 @@ def _newest_first(trainings: Sequence[Training]) -> list[Training]:
 
 
 def round_of(training: Training) -> int | None:
-    """How many outer rounds are agreed; None where there are none."""
+    """How many outer rounds are committed; None where there are none."""
     summary = getattr(training, "rounds", None)
     return None if summary is None else int(summary.rounds)
 
@@ -223,11 +219,7 @@ def size(value: float | None) -> str:
     """`812M`, `19.6G`."""
     if value is None or not isfinite(value):
         return "-"
-    for unit, letter in ((2**40, "T"), (2**30, "G"), (2**20, "M"), (2**10, "K")):
-        if value >= unit:
-            share = value / unit
-            return f"{share:.0f}{letter}" if share >= 100 else f"{share:.1f}{letter}"
-    return f"{value:.0f}B"
+    return format_bytes(value).replace(" ", "").removesuffix("iB")
 
 
 def bars() -> str:

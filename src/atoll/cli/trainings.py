@@ -6,12 +6,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 import click
 
+from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT, LinePrinter, to_the_end
 from atoll.cli.options import (
     json_option,
     name_argument,
@@ -33,8 +34,7 @@ from atoll.cli.output import (
     world_json,
     world_text,
 )
-from atoll.cli.report import LinePrinter
-from atoll.cli.terminal import can_redraw, fit
+from atoll.cli.terminal import can_redraw, screen
 from atoll.core.errors import (
     BelowMinimumWorld,
     NotFound,
@@ -42,20 +42,14 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.escape import escape_control
 from atoll.core.metrics import LatestMetric
-from atoll.core.quantities import parse_duration
 from atoll.core.status import Training
+from atoll.core.text import escape_control, parse_duration
 from atoll.sdk import flows
 from atoll.sdk.client import Client
 from atoll.sdk.training import DistributedTraining
 
 PHASES = click.Choice(["pending", "ready", "succeeded", "failed", "cancelled"])
-GOALS: dict[str, Any] = {
-    "min": flows.wait_until_min_world,
-    "target": flows.wait_until_target_world,
-    "complete": flows.wait_until_end,
-}
 # What `ps` can sort by, in addition to metrics.
 SORT_KEYS: dict[str, Callable[[Training, float], Any]] = {
     "age": lambda training, now: now - training.created_at,
@@ -64,7 +58,6 @@ SORT_KEYS: dict[str, Callable[[Training, float], Any]] = {
     "ran": lambda training, now: training.status.ran_for(now) or -1.0,
     "ready": lambda training, now: training.status.world.ready,
 }
-CLEAR = "\x1b[H\x1b[J"
 
 
 @click.command()
@@ -176,11 +169,7 @@ def status(
     elif has_bench:
         _show_bench(training, svg, is_json=is_json)
     elif is_watched:
-        from atoll.cli.follow import to_the_end
-
-        display = StatusDisplay(is_json=is_json)
-        client.run(to_the_end(training.last, display.show))
-        display.close()
+        _watch(client, training.last, is_json=is_json)
     else:
         print_json(training_json(training.last)) if is_json else print(status_text(training.last))
 
@@ -188,37 +177,41 @@ def status(
 def _show_bench(training: DistributedTraining, svg: Path | None, *, is_json: bool) -> None:
     diagnostics = training.bench_diagnostics
     if svg is not None and diagnostics.result is not None:
-        from atoll.bench.plot import plot_svg
+        from atoll.core.chart import link_svg
 
         title = f"{training.name}: {diagnostics.message}"
-        svg.write_text(plot_svg(diagnostics.result.points, title))
+        svg.write_text(link_svg(diagnostics.result.points, title))
     print_json(diagnostics) if is_json else print(bench_text(training.name, diagnostics))
 
 
-class StatusDisplay:
-    """Prints each new state of one training."""
+def _watch(client: Client, training: Training, *, is_json: bool) -> None:
+    """Print each new state, then the last one in full: a screen cuts it off, a line omits most."""
+    last: Training | None = None
 
-    def __init__(self, *, is_json: bool) -> None:
-        self._is_json = is_json
-        self._is_screen = can_redraw(sys.stdout) and not is_json
-        self._version = -1
-        self._last: Training | None = None
-
-    def show(self, training: Training) -> None:
-        if training.resource_version == self._version:
+    def show(now: Training) -> None:
+        nonlocal last
+        if last is not None and now.resource_version == last.resource_version:
             return
-        self._version, self._last = training.resource_version, training
-        if self._is_json:
-            print_json(training_json(training))
-        elif self._is_screen:
-            print(CLEAR + fit(status_text(training), get_terminal_size()), end="", flush=True)
+        last = now
+        if is_json:
+            print_json(training_json(now))
+        elif draw is not None:
+            draw(status_text(now))
         else:
-            print(f"{training.name} {world_text(training)}", flush=True)
+            print(f"{now.name} {world_text(now)}", flush=True)
 
-    def close(self) -> None:
-        """Print the last state in full: a screen cuts it off, and single lines omit most of it."""
-        if self._last is not None and not self._is_json:
-            print((CLEAR if self._is_screen else "") + status_text(self._last))
+    def close() -> None:
+        if last is not None and not is_json:
+            print(status_text(last))
+
+    draw = None
+    with ExitStack() as stack:
+        if can_redraw(sys.stdout) and not is_json:
+            stack.callback(close)  # after Ctrl-C too
+            draw = stack.enter_context(screen())
+        client.run(to_the_end(training, show))
+    if draw is None:
+        close()
 
 
 @click.command()
@@ -255,7 +248,7 @@ def logs(
 
     Lines of several ranks are sorted by time.
     """
-    from atoll.sdk.logs import LogPosition, lines
+    from atoll.sdk.wire import LogPosition, read_log
 
     if ignore_case and grep is None:
         raise ValidationError("--ignore-case", True, "expected only with --grep")
@@ -271,7 +264,7 @@ def logs(
     filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
     ref = flows.TrainingRef(training.name, training.uid)
     position = LogPosition(ref, None if rank is None else [rank], tail, is_followed, filters)
-    for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
+    for line in read_log(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
 
 
@@ -299,8 +292,6 @@ def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
     That is what its function returned, or what its program set with atoll.set_result; null if it
     set nothing. Exit code: 1 if the training did not succeed, 124 if --timeout passed.
     """
-    from atoll.cli.follow import TIMED_OUT
-
     client = Client()
     training = client.get(name).last
     _check_rank(training, rank)
@@ -383,7 +374,7 @@ def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_jso
 @click.option(
     "--for",
     "goal",
-    type=click.Choice([*GOALS]),
+    type=click.Choice([*flows.WAITS]),
     default="complete",
     help="Goal to wait for.",
     show_default=True,
@@ -395,14 +386,14 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
 
     Exit code: 0 goal reached, 1 failed or cancelled, 124 --timeout passed.
     """
-    from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
-
     client = Client()
     states = [client.get(name).last]
     ref = flows.TrainingRef(states[0].name, states[0].uid)
     code, error_text = SUCCEEDED, ""
     try:
-        client.run(GOALS[goal](ref, timeout, on_read=lambda state: states.__setitem__(0, state)))
+        client.run(
+            flows.WAITS[goal](ref, timeout, on_read=lambda state: states.__setitem__(0, state))
+        )
     except BelowMinimumWorld as error:
         is_late = not states[0].status.phase.is_terminal
         code, error_text = (TIMED_OUT, str(error)) if is_late else (FAILED, "")

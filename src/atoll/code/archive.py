@@ -1,4 +1,4 @@
-"""The archive of a project: its files, as git sees them, in one `.tar.gz` that travels to ranks.
+"""The archive of a project: its files, as git lists them, in one `.tar.gz` that travels to ranks.
 
 The same files give the same bytes: order, times, owners and the bits of modes are fixed. What
 cannot or should not travel is refused by its name before anything is sent.
@@ -13,28 +13,52 @@ import os
 import stat
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from atoll.code.ignore import (
-    DEFAULTS,
-    RuleFile,
-    is_ignored,
-    is_inside_ignored,
-    read_rules,
-)
+from pathspec import GitIgnoreSpec
+
 from atoll.core.errors import ValidationError
 from atoll.core.spec import MAX_CODE_BYTES, Code
+from atoll.core.text import format_bytes
 
 OWN_RULES = ".atollignore"
 RULES = (".gitignore", OWN_RULES)
-MAX_UNPACKED = 256 * 2**20
-MAX_FILES = 20_000
+MAX_UNPACKED = 256 * 2**20  # as `agent/unpack.py` has it: more is data, or an environment
+MAX_FILES = 20_000  # each is a request to a shared file system, on every host
 NAMED = 3  # of the largest files, in a refusal
-GIT_S = 60.0
-LEVEL = 6
+GIT_S = 60.0  # of a listing: a large repository on a cold NFS takes 10 to 20
+LEVEL = 6  # of gzip: 9 takes three times as long for 1 %
 WAY_OUT = f"list what is not code in {OWN_RULES}, or send none (--no-code, code=False)"
+
+
+# Left out where git does not say what belongs to a project: what tools make, and secrets.
+DEFAULTS = """\
+.git
+.hg/
+.svn/
+__pycache__/
+*.py[cod]
+.venv/
+venv/
+node_modules/
+.mypy_cache/
+.pytest_cache/
+.ruff_cache/
+.hypothesis/
+.ipynb_checkpoints/
+.tox/
+.nox/
+*.egg-info/
+.DS_Store
+.env
+.netrc
+.ssh/
+.aws/
+.kube/
+.gnupg/
+"""
 
 
 class CodeFile(NamedTuple):
@@ -59,7 +83,7 @@ def pack(root: str | os.PathLike[str], path: Sequence[str] = ()) -> Code | None:
     unpacked = sum(file.size for file in files)
     if unpacked > MAX_UNPACKED or len(files) > MAX_FILES:
         raise _too_large(root, files, unpacked)
-    content = packed(top, files)
+    content = write_archive(top, files)
     if len(content) > MAX_CODE_BYTES:
         raise _too_large(root, files, unpacked)
     return Code(
@@ -71,11 +95,11 @@ def pack(root: str | os.PathLike[str], path: Sequence[str] = ()) -> Code | None:
     )
 
 
-def why_not(root: str | os.PathLike[str]) -> str:
-    """Why this directory is not sent without being asked for; empty if it can be."""
+def refusal_of(root: str | os.PathLike[str]) -> str:
+    """Why this directory is sent only on demand; empty if it may be sent."""
     top = os.path.realpath(root)
     if top == os.path.sep:
-        return f"{top} is the whole machine"
+        return f"{top} is the root of the machine"
     home = os.path.expanduser("~")
     return f"{top} is your home directory" if top == os.path.realpath(home) else ""
 
@@ -98,12 +122,12 @@ def within(root: str, path: Sequence[str]) -> list[str]:
 def files_of(root: str) -> list[CodeFile]:
     """What travels, in order of path: what git tracks or would, else what no rule leaves out."""
     listing = _listed_by_git(root)
-    paths = _walk(root) if listing is None else _chosen(root, *listing)
+    paths = _walk(root) if listing is None else _select(root, *listing)
     files = (_file(root, path) for path in sorted(set(paths)))
     return [file for file in files if file is not None]
 
 
-def packed(root: str, files: Sequence[CodeFile]) -> bytes:
+def write_archive(root: str, files: Sequence[CodeFile]) -> bytes:
     """Raises ValidationError if a file cannot be read."""
     buffer = io.BytesIO()
     with (
@@ -146,7 +170,7 @@ def _listed_by_git(root: str) -> tuple[list[str], list[str]] | None:
     return listings[0], listings[1]
 
 
-def _chosen(root: str, tracked: list[str], others: list[str]) -> Iterator[str]:
+def _select(root: str, tracked: list[str], others: list[str]) -> Iterator[str]:
     """Without what `.atollignore` leaves out, and of what is not tracked without the usual."""
     usual = [read_rules(DEFAULTS)]
     own = list(_rule_files(root, "", (OWN_RULES,)))
@@ -243,21 +267,56 @@ def _link(root: str, path: str) -> str:
 
 def _too_large(root: object, files: Sequence[CodeFile], unpacked: int) -> ValidationError:
     largest = sorted(files, key=lambda file: -file.size)[:NAMED]
-    names = ", ".join(f"{file.path} ({describe(file.size)})" for file in largest)
+    names = ", ".join(f"{file.path} ({format_bytes(file.size)})" for file in largest)
     return ValidationError(
         "code",
         str(root),
-        f"expected at most {MAX_FILES} files, {describe(MAX_UNPACKED)}, and "
-        f"{describe(MAX_CODE_BYTES)} packed, got {len(files)} files with {describe(unpacked)}; "
-        f"the largest: {names}; {WAY_OUT}",
+        f"expected at most {MAX_FILES} files, {format_bytes(MAX_UNPACKED)}, and "
+        f"{format_bytes(MAX_CODE_BYTES)} packed, got {len(files)} files with "
+        f"{format_bytes(unpacked)}; the largest: {names}; {WAY_OUT}",
     )
 
 
-def describe(size: int) -> str:
-    """`34.1 kB`"""
-    amount = float(size)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}" if unit != "B" else f"{size} B"
-        amount /= 1000
-    return f"{amount:.3g} GB"
+class RuleFile(NamedTuple):
+    """The patterns of one file; `base` is its folder, `""` for the root, else with a `/` behind."""
+
+    base: str
+    patterns: GitIgnoreSpec
+
+    def verdict(self, path: str, *, is_folder: bool) -> bool | None:
+        """Whether the path is to be left out; None if no pattern fits it."""
+        if not path.startswith(self.base):
+            return None
+        own = path[len(self.base) :] + ("/" if is_folder else "")
+        return self.patterns.check_file(own).include
+
+
+def read_rules(text: str, base: str = "") -> RuleFile:
+    return RuleFile(base, GitIgnoreSpec.from_lines(_valid(text.splitlines())))
+
+
+def is_ignored(path: str, files: Iterable[RuleFile], *, is_folder: bool = False) -> bool:
+    """Whether the last of these files with a pattern for the path leaves it out."""
+    verdict = None
+    for file in files:
+        own = file.verdict(path, is_folder=is_folder)
+        verdict = verdict if own is None else own
+    return bool(verdict)
+
+
+def is_inside_ignored(path: str, files: Iterable[RuleFile]) -> bool:
+    """Whether a file or one of the folders that it is in is left out."""
+    files = list(files)
+    parts = path.split("/")
+    folders = ("/".join(parts[:depth]) for depth in range(1, len(parts)))
+    return is_ignored(path, files) or any(is_ignored(f, files, is_folder=True) for f in folders)
+
+
+def _valid(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without those that are no pattern: git passes over them, pathspec raises."""
+    for line in lines:
+        try:
+            GitIgnoreSpec.from_lines([line])
+        except ValueError:
+            continue
+        yield line

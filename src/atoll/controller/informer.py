@@ -1,8 +1,7 @@
 """The one follower of a store in a process: it lists once, watches, and lists again after a gap.
 
-Whoever needs to know of trainings looks into its index, or takes its updates, which are kept for
-each follower on its own: a slow one holds up nobody, and needs no more room than there are
-trainings.
+Other parts read its index, or follow its updates. Each follower has its own queue, with one entry
+for each training at most: a slow one delays nobody.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Informer:
                 except Gone:
                     log.warning("fell behind the store's change log; reading everything again")
         finally:
-            self._is_listed.clear()  # whoever begins now waits for what is known then
+            self._is_listed.clear()  # a new follower waits for the next list
 
     async def uids(self) -> set[str]:
         await self._is_listed.wait()
@@ -78,7 +77,7 @@ class Informer:
         ends = list[Training]()  # that were missed
         for each in snapshot.settled:
             if each.uid in self.active:
-                with contextlib.suppress(NotFound):  # the watch tells that it was removed
+                with contextlib.suppress(NotFound):  # the watch shows that it was removed
                     ends.append(await self.store.get(each.key))
         self._take(snapshot)
         for training in ends:
@@ -86,7 +85,7 @@ class Informer:
         self._is_listed.set()
 
     def _take(self, snapshot: Snapshot) -> None:
-        """Puts the snapshot in place of the index."""
+        """Replaces the index by the snapshot."""
         before = self.active, self.settled
         self.active = {each.uid: each for each in snapshot.active}
         self.settled = {each.uid: each for each in snapshot.settled}

@@ -13,8 +13,8 @@ import msgspec
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL, check_kind
-from atoll.core.fields import rename_fields
-from atoll.core.model import Model, convert, named
+from atoll.core.model import Model, convert, decode_error
+from atoll.core.problem import rename_fields
 from atoll.core.webhooks import WebhookConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -146,7 +146,7 @@ def options_of(kind: type[T], table: Mapping[str, Any]) -> T:
     try:
         return convert({names[name]: value for name, value in table.items()}, kind)
     except msgspec.ValidationError as error:
-        refused = named(error, kind, {names[name]: value for name, value in table.items()})
+        refused = decode_error(error, kind, {names[name]: value for name, value in table.items()})
         raise rename_fields(refused, {wire: name for name, wire in names.items()}) from error
 
 

@@ -1,7 +1,7 @@
 """Sentences about how ranks and trainings ended, and events for what changed in a status.
 
-The meaning of each reason is in `ends.py`. People read `exited with code 1`; programs that search
-logs match `exit_code=1 reason=Error`.
+The meaning of each reason is in `core/phase.py`. People read `exited with code 1`; programs that
+search logs match `exit_code=1 reason=Error`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 
-from atoll.core.bench import DONE as BENCH_DONE
-from atoll.core.escape import escape_control
 from atoll.core.mesh import MeshState
-from atoll.core.phase import Phase
-from atoll.core.rank_ranges import limited_spans
-from atoll.core.reasons import (
+from atoll.core.phase import (
     EXIT_REASONS,
     ExitReason,
+    Phase,
     PhaseReason,
     describe_meaning,
     describe_reason,
 )
 from atoll.core.status import (
+    BENCH_DONE,
     AttemptStatus,
     Event,
     EventType,
@@ -31,8 +29,9 @@ from atoll.core.status import (
     Status,
     Training,
 )
+from atoll.core.text import escape_control, limited_spans
 
-TAIL_LINES = 10
+TAIL_LINES = 10  # of a log in an error: the traceback of a typical failure ends in them
 MAX_LINES = 20  # different ends in one text
 MAX_WAITS = 8  # different things that ranks wait for, in one text
 MAX_NAMED = 100  # failed ranks that an error names one by one
@@ -233,7 +232,7 @@ def describe_end(training: Training) -> str:
 def describe_cause(status: Status) -> str:
     """The failure that brought a training down, with all ranks that failed alike; may be empty.
 
-    `both ranks failed alike: ValueError: oops (rank 1 first)`.
+    `both ranks failed the same way: ValueError: oops (rank 1 first)`.
     """
     cause = status.root_cause
     if cause is None:
@@ -245,7 +244,7 @@ def describe_cause(status: Status) -> str:
         after = f" {restarts}" if restarts else ""
         return f"rank {cause.rank} failed first{after}: it {describe_exit(cause)}"
     first = ", ".join(filter(None, (f"rank {cause.rank} first", restarts)))
-    return f"{_who(group, status)} failed alike: {_failure_text(cause)} ({first})"
+    return f"{_who(group, status)} failed the same way: {_failure_text(cause)} ({first})"
 
 
 def ranks_with_same_failure(status: Status) -> list[int]:
@@ -282,7 +281,7 @@ def describe_others(status: Status) -> list[str]:
 
 
 def is_stopped_by_atoll(ended: RankExit) -> bool:
-    """Whether the rank ended because atoll told it to; one that fell after another did not."""
+    """Whether atoll stopped the rank. One that failed because another one did was not stopped."""
     return ended.termination_reason == ExitReason.STOPPED
 
 

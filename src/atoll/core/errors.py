@@ -5,7 +5,7 @@ AtollError
 │   └── TooLarge
 ├── NotFound(kind, name)
 ├── Conflict
-├── Gone(oldest)                                 a watch asked for a version no longer kept
+├── Gone(oldest)                                 the log of changes begins after that version
 ├── Denied                                       no token, or one that may not do this
 ├── ResultError                                  a result that cannot be had; also a ValueError
 ├── DistributedError
@@ -17,7 +17,7 @@ AtollError
     └── Permanent                                trying again will not help
         ├── ObjectTooLarge                       it takes smaller objects only
         ├── StoreDenied                          an object store refused the key; also Denied
-        └── StatusRefused                        a status that the store will not keep
+        └── StatusRefused                        the store refuses the status
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Conflict(AtollError):
 
 
 class Gone(AtollError):
-    """The version asked for is older than the oldest one kept."""
+    """The log of changes begins after this version."""
 
     def __init__(self, version: int, oldest: int) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ class Denied(AtollError):
 
 
 class ResultError(AtollError, ValueError):
-    """What a rank returned cannot be had: it says why, such as too large or not plain data."""
+    """The result of a rank is not available: too large, not plain data, or never set."""
 
 
 class DistributedError(AtollError):
@@ -172,10 +172,10 @@ class StoreDenied(Permanent, Denied):
 
 
 class StatusRefused(Permanent):
-    """The store will not keep this status; what it says may still be acted upon."""
+    """The store refuses the status: it is too large, say. Its plan may still be performed."""
 
 
-MAX_REPR_CHARS = 80
+MAX_REPR_CHARS = 80  # a line of a terminal
 
 
 def abbreviate(value: object) -> str:
@@ -194,3 +194,33 @@ def _head(value: object) -> object:
     if isinstance(value, dict):
         return {key: _head(value[key]) for key in list(value)[:MAX_REPR_CHARS]}
     return value
+
+
+# Names whose packages may be missing: they always import, and say what to install when used.
+
+
+def to_install(extra: str) -> str:
+    """What to type for the packages of an extra."""
+    return f"pip install '.[{extra}]' in a clone of atoll"
+
+
+def missing_package(name: str, error: ModuleNotFoundError, extra: str) -> RuntimeError:
+    """What is raised where `name` is used without its packages."""
+    message = f"{name} needs {error.name}: {to_install(extra)}"
+    raised = RuntimeError(message)
+    raised.__cause__ = error
+    return raised
+
+
+def class_without_package(name: str, error: ModuleNotFoundError, extra: str) -> type:
+    """Stands in for the class `name`, whose module cannot be imported.
+
+    Raises the error itself if it is a module of atoll that is missing.
+    """
+    if (error.name or "").partition(".")[0] == "atoll":
+        raise error
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise missing_package(name, error, extra)
+
+    return type(name, (), {"__init__": refuse, "__doc__": f"Needs atoll[{extra}]."})

@@ -6,18 +6,15 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from atoll.core.errors import Permanent, ValidationError
-from atoll.core.extras import to_install
+from atoll.core.errors import Permanent, ValidationError, to_install
 from atoll.core.model import Model
+from atoll.core.phase import ConditionType
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
     from atoll.core.status import Training
 
 LOCAL = "local"
-# Conditions of a training whose executor is not configured, or does not answer.
-EXECUTOR_MISSING = "ExecutorMissing"
-EXECUTOR_UNREACHABLE = "ExecutorUnreachable"
 
 KINDS = {
     LOCAL: "atoll.backends.local.executor:LocalBackend",
@@ -25,9 +22,15 @@ KINDS = {
     "slurm": "atoll.backends.slurm.executor:SlurmBackend",
     "modal": "atoll.backends.modal.executor:ModalBackend",
     "sagemaker": "atoll.backends.sagemaker.executor:SageMakerBackend",
+    "hfjobs": "atoll.backends.hfjobs.executor:HFJobsBackend",
 }
-# Kinds that need packages which a plain `pip install atoll` does not bring.
-EXTRAS = {"kubernetes": "kubernetes", "modal": "modal", "sagemaker": "sagemaker"}
+# Kinds that need packages which a plain install does not bring.
+EXTRAS = {
+    "kubernetes": "kubernetes",
+    "modal": "modal",
+    "sagemaker": "sagemaker",
+    "hfjobs": "hfjobs",
+}
 
 
 class PlaneContext(NamedTuple):
@@ -57,8 +60,8 @@ class ExecutorList(Model, frozen=True):
 
 
 def executor_problem(training: Training) -> str:
-    """EXECUTOR_MISSING or EXECUTOR_UNREACHABLE; empty while its executor is available."""
-    problems = (EXECUTOR_MISSING, EXECUTOR_UNREACHABLE)
+    """The condition that its executor is missing or unreachable; empty while it is available."""
+    problems = (ConditionType.EXECUTOR_MISSING, ConditionType.EXECUTOR_UNREACHABLE)
     return next((c.type for c in training.status.conditions if c.type in problems), "")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atoll.core.escape import escape_control
+from atoll.core.text import escape_control
 
 if TYPE_CHECKING:
     from atoll.core.metrics import LatestMetric
@@ -31,7 +31,7 @@ SHAPES = {"pending": "◌", "ready": "●", "succeeded": "✓", "failed": "✕",
 MAX_RANKS = 16
 MAX_ROWS = 60
 MAX_LINES = 500
-MAX_FRAMES = 5
+MAX_FRAMES = 5  # of a traceback: the user's own calls, the innermost last
 ALL_FRAMES = "(all frames: import sys, traceback; traceback.print_exception(sys.last_value))"
 _PACKAGE = __file__.rsplit("/", 2)[0]  # the directory of atoll
 
@@ -110,7 +110,7 @@ def lines_html(lines: Sequence[LogLine]) -> str:
 
 
 def ranks_html(ranks: Sequence[RankStatus]) -> str:
-    """What is not like the rest first: failed, waiting, restarted."""
+    """Failed, waiting and restarted ranks first."""
     kinds = {"Failed": 0, "Pending": 1}
     order = sorted(ranks, key=lambda r: (kinds.get(r.phase, 2 if r.restarts else 3), r.rank))
     colours = {"Failed": COLOURS["failed"], "Pending": COLOURS["pending"]}
@@ -158,26 +158,11 @@ def training_html(training: Training, metrics: Sequence[LatestMetric] = ()) -> s
 
 
 def metric_html(metric: LatestMetric) -> str:
+    from atoll.core.chart import spark_svg
+
     step = "" if metric.step is None else f" at step {metric.step:,}"
     value = f"{float(metric.value):.4g}"
     return f" · {text(metric.name)} <b>{text(value)}</b>{step} {spark_svg(metric.spark)}"
-
-
-def spark_svg(values: Sequence[Any]) -> str:
-    """A small curve; what is not finite is a gap and left out."""
-    points = [(at, value) for at, value in enumerate(values) if isinstance(value, int | float)]
-    if len(points) < 2:
-        return ""
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    span = (high - low) or 1.0
-    path = " ".join(
-        f"{at * 96 / max(1, len(values) - 1) + 2:.1f},{18 - (value - low) / span * 15:.1f}"
-        for at, value in points
-    )
-    return (
-        '<svg width="100" height="20" style="vertical-align:middle">'
-        f'<polyline points="{path}" fill="none" stroke="#1259bd" stroke-width="1.4"/></svg>'
-    )
 
 
 def trainings_html(trainings: Sequence[Any]) -> str:

@@ -11,7 +11,7 @@ from enum import StrEnum
 GATE_DIR = "basilica"
 READY_DIR = f"{GATE_DIR}/mesh-ready"
 DEGRADED_DIR = f"{GATE_DIR}/mesh-degraded"
-DEFAULT_ETCD_PORT = 2379
+DEFAULT_ETCD_PORT = 2379  # as etcd has it
 
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.~")
 

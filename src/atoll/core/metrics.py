@@ -1,4 +1,4 @@
-"""Series as clients read them."""
+"""Metrics as clients read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankUsage(NamedTuple):
 
     rank: int
     attempt: int
-    figures: dict[str, float]
+    values: dict[str, float]
 
 
 class MetricSeries(Model, frozen=True, omit_defaults=False):
@@ -47,9 +47,8 @@ class MetricSeriesList(Model, frozen=True, omit_defaults=False):
     """The series of a training, in order of name and rank."""
 
     items: list[MetricSeries]
-    skipped: int = 0  # figures that were told and not kept
-    missed: int = 0  # batches of figures that were told and lost before they were kept
-    is_kept: bool = True  # False where the control plane keeps none
+    skipped: int = 0  # metrics that were reported and not stored
+    missed: int = 0  # batches of metrics that were lost before they were stored
 
 
 class LatestMetric(Model, frozen=True, omit_defaults=False):
@@ -62,9 +61,8 @@ class LatestMetric(Model, frozen=True, omit_defaults=False):
     step: int | None
     at: float
     spark: list[MetricValue] = []  # the way there, in a few points
-    ranks: dict[str, MetricValue] = {}  # of each rank, where that was asked for
+    ranks: dict[str, MetricValue] = {}  # of each rank, if the query asks for that
 
 
 class LatestMetricList(Model, frozen=True, omit_defaults=False):
     items: list[LatestMetric]
-    is_kept: bool = True  # False where the control plane keeps none

@@ -59,7 +59,7 @@ def decode(data: bytes | str, kind: type[T]) -> T:
     try:
         return json_decoder(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise named(error, kind, _plain(data)) from error
+        raise decode_error(error, kind, _plain(data)) from error
     except RecursionError as error:
         raise ValidationError(
             "body", data[:40], "expected JSON that is not nested so deep"
@@ -80,7 +80,9 @@ def _plain(data: bytes | str) -> Any:
         return None
 
 
-def named(error: msgspec.ValidationError, kind: Any, document: Any = None) -> ValidationError:
+def decode_error(
+    error: msgspec.ValidationError, kind: Any, document: Any = None
+) -> ValidationError:
     """The refusal to decode `document` as a `kind`, with the field at fault and its value."""
     if isinstance(error.__cause__, ValidationError):
         return error.__cause__

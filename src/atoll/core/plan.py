@@ -7,37 +7,39 @@ repeated, so the controller may die between any two steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.core.attempts import superseded_attempts
-from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
-from atoll.core.bench import bench_after, bench_over, check_floor, holds_start, must_measure
 from atoll.core.clock import STEP_S, Now
-from atoll.core.conditions import set_condition
 from atoll.core.describe import describe_status, events_between
 from atoll.core.errors import UDTerminalState
 from atoll.core.mesh import MeshState
-from atoll.core.phase import Phase, Tally, advance
-from atoll.core.rank_ranges import limited_spans
+from atoll.core.phase import ConditionType, Phase, PhaseReason, Tally, advance
 from atoll.core.ranks import (
+    WARNED,
     classify,
     final_exits,
+    find_warnings,
     is_discardable,
     is_lost,
     merge_ranks,
+    merge_warnings,
     root_cause_of,
+    superseded_attempts,
     waiting_message,
     with_bounded_ends,
     with_bounded_messages,
     with_texts_of,
 )
-from atoll.core.reasons import PhaseReason
-from atoll.core.spec import WorldSize, may_start
-from atoll.core.stall import STALLED, stall_condition, stalled_ranks
+from atoll.core.spec import TrainingSpec, WorldSize, may_start
 from atoll.core.status import (
+    BENCH_DONE,
+    BENCH_LIMIT_S,
     AttemptStatus,
+    BenchResult,
+    BenchStatus,
     Condition,
     DesiredState,
     Event,
@@ -48,11 +50,14 @@ from atoll.core.status import (
     Training,
     WorldPoint,
     WorldStatus,
+    in_ms,
+    set_condition,
+    sooner,
 )
-from atoll.core.warnings import CONDITION, WARNED, find_warnings, merge_warnings
+from atoll.core.text import limited_spans
 
 # How late an observation may be: Kubernetes' watch caches and a busy shared file system lag by one
-# or two seconds. Until then an executor that shows nothing may just not have been asked yet.
+# or two seconds. Until then an executor that shows nothing may not have the desired state yet.
 STALE_S = 3.0
 MAX_HISTORY = 100  # changes of the world size in a status: a chart, about 5 kB
 
@@ -66,7 +71,7 @@ class Stop(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """The link between two hosts, beside the ranks."""
+    """Measure the link between two hosts while the ranks run."""
 
 
 class Delete(NamedTuple):
@@ -253,20 +258,20 @@ def _conclude(training: Training, status: Status, observation: Observation, now:
         is_cancelling=training.is_cancelling,
         is_gate_open=status.gate_opened_at is not None,
     )
-    verdict = advance(old.phase, tally)
-    assert verdict is not None
+    rule = advance(old.phase, tally)
+    assert rule is not None
     status = replace(
         status,
-        phase=verdict.phase,
-        reason=status.failing or verdict.reason,
+        phase=rule.phase,
+        reason=status.failing or rule.reason,
         observed_generation=training.generation,
         world=WorldStatus.of(ready, world),
         ranks=with_bounded_messages(
             waiting_message(r, status, observation, world) for r in status.ranks
         ),
     )
-    if verdict.phase.is_terminal:
-        root = root_cause_of(status, world) if verdict.phase is Phase.FAILED else None
+    if rule.phase.is_terminal:
+        root = root_cause_of(status, world) if rule.phase is Phase.FAILED else None
         if root is not None:
             root = with_texts_of(root, observation)
             ranks = [root if r.rank == root.rank else r for r in status.ranks]
@@ -378,7 +383,7 @@ def _deadline_in_s(
 
 
 def _may_start(training: Training, status: Status, observation: Observation, now: Now) -> bool:
-    """Whether the executor may be asked for ranks. Without a gate it starts them at once."""
+    """Whether the executor may get a desired state. Without a gate it starts ranks at once."""
     if holds_start(training.spec, status.bench):
         return False
     is_grace_over = now.monotonic >= _grace_end(training, status)
@@ -397,7 +402,7 @@ def _is_discarded(rank: RankStatus, discarded_attempts: dict[int, int], target: 
 
 
 def _may_be_late(status: Status, now: Now) -> bool:
-    """Whether an observation without ranks may date from before the executor was asked."""
+    """Whether an observation without ranks may date from before the desired state."""
     return status.desired_at is not None and now.monotonic < status.desired_at + STALE_S
 
 
@@ -423,41 +428,38 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     """The conditions of the training. Each keeps its time of change until its status changes."""
     lost = [r.rank for r in status.ranks if is_lost(r)]
     phase, why, message = status.phase, status.reason, status.message
-    wanted: list[tuple[str, bool, str, str]] = [
-        ("Ready", phase is Phase.READY, why, message),
-        ("Complete", phase is Phase.SUCCEEDED, why, message),
-        ("Succeeded", phase is Phase.SUCCEEDED, why, message),
-        ("Failed", phase is Phase.FAILED, why, message),
-        ("Cancelled", phase is Phase.CANCELLED, why, message),
-        ("Admitted", status.gate_opened_at is not None, "StartGate", ""),
-        ("BelowMinimum", status.world.below_minimum, "RanksReady", _ready_text(status)),
+    ready_text = f"{status.world.ready} of {status.world.target} ranks ready"
+    wanted: list[tuple[ConditionType, bool, str, str]] = [
+        (ConditionType.READY, phase is Phase.READY, why, message),
+        (ConditionType.COMPLETE, phase is Phase.SUCCEEDED, why, message),
+        (ConditionType.SUCCEEDED, phase is Phase.SUCCEEDED, why, message),
+        (ConditionType.FAILED, phase is Phase.FAILED, why, message),
+        (ConditionType.CANCELLED, phase is Phase.CANCELLED, why, message),
+        (ConditionType.ADMITTED, status.gate_opened_at is not None, "StartGate", ""),
+        (ConditionType.BELOW_MINIMUM, status.world.below_minimum, "RanksReady", ready_text),
     ]
-    if status.stalled or any(c.type == STALLED for c in old.conditions):
-        wanted.append((STALLED, *stall_condition(status.stalled)))
+    if status.stalled or any(c.type == ConditionType.STALLED for c in old.conditions):
+        wanted.append((ConditionType.STALLED, *stall_condition(status.stalled)))
     if status.warnings:
-        wanted.append((CONDITION, True, WARNED, "; ".join(status.warnings)))
+        wanted.append((ConditionType.WARNINGS, True, WARNED, "; ".join(status.warnings)))
     if lost:
         message = f"lost for good: {limited_spans(lost)}"
-        wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))
+        wanted.append((ConditionType.RANKS_LOST, True, PhaseReason.RANK_FAILED, message))
     ranks = (*status.ranks, *status.removed_ranks)
     if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_from_backend]:
         message = f"the executor reported the exits of {limited_spans(silent)}: they left no record"
-        wanted.append(("ExitsFromBackend", True, "NoRecord", message))
+        wanted.append((ConditionType.EXITS_FROM_BACKEND, True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message
         is_degraded = state is MeshState.DEGRADED
         wanted += [
-            ("MeshCapable", state is MeshState.READY, f"Mesh{state}", message),
-            ("DegradedMesh", is_degraded, f"Mesh{state}", message),
+            (ConditionType.MESH_CAPABLE, state is MeshState.READY, f"Mesh{state}", message),
+            (ConditionType.DEGRADED_MESH, is_degraded, f"Mesh{state}", message),
         ]
     conditions = old.conditions
     for kind, is_true, reason, message in wanted:
         conditions = set_condition(conditions, kind, reason, message, now, is_true=is_true)
     return conditions
-
-
-def _ready_text(status: Status) -> str:
-    return f"{status.world.ready} of {status.world.target} ranks ready"
 
 
 def _with_history(old: Status, status: Status, now: float) -> Status:
@@ -491,3 +493,152 @@ def _requeue_after_s(
     lost = [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]
     times += [at - now.executor for at in lost]
     return min((t for t in times if t > 0), default=None)
+
+
+# Stalled ranks: which have been idle for longer than the spec allows, and since when. Pure.
+
+CHECKS_PER_LIMIT = 4  # so a stall is reported at most a quarter of the limit late
+MIN_STALL_CHECK_S, MAX_STALL_CHECK_S = (
+    0.25,
+    30.0,
+)  # between two checks: neither busy nor late by more than a person waits
+
+
+def stalled_ranks(
+    training: Training, ranks: Iterable[RankStatus], observation: Observation, now: float
+) -> dict[int, float]:
+    """Ranks that run and have not moved for `stall_s`, and since when."""
+    limit_s = training.spec.stall_s
+    if limit_s is None:
+        return {}
+    known, idle_times = (
+        training.status.stalled,
+        {observed_rank.rank: observed_rank.idle_s for observed_rank in observation.ranks},
+    )
+    stalled = {}
+    for rank in ranks:
+        idle_s = idle_times.get(rank.rank)
+        if rank.is_alive and not rank.is_stopping and idle_s is not None and idle_s >= limit_s:
+            stalled[rank.rank] = known.get(rank.rank, in_ms(now - idle_s))
+    return stalled
+
+
+def with_idle_times(
+    training: Training, observation: Observation, idle_times: Mapping[int, float]
+) -> Observation:
+    """The observation, with idle times for ranks of which the executor has none."""
+    limit_s = training.spec.stall_s
+    if limit_s is None or training.status.phase.is_terminal:
+        return observation
+    ranks = [
+        replace(observed_rank, idle_s=idle_times.get(observed_rank.rank))
+        if observed_rank.idle_s is None
+        else observed_rank
+        for observed_rank in observation.ranks
+    ]
+    return replace(
+        observation, ranks=ranks, again_in_s=sooner(observation.again_in_s, check_again_s(limit_s))
+    )
+
+
+def stall_condition(stalled: dict[int, float]) -> tuple[bool, str, str]:
+    """Whether there are any, the reason, and a message."""
+    if not stalled:
+        return False, "RanksMove", ""
+    return True, "RankStalled", f"not moving: {limited_spans(sorted(stalled))}"
+
+
+def check_again_s(limit_s: float) -> float:
+    """Seconds until the next check of ranks that count as stalled after `limit_s`."""
+    return min(max(limit_s / CHECKS_PER_LIMIT, MIN_STALL_CHECK_S), MAX_STALL_CHECK_S)
+
+
+# The link bench of one training: when it runs, its status, and whether ranks may start. Pure.
+#
+# The bench never delays or fails a training, unless the user sets a floor (`bench_require_gbps`):
+# then ranks start only once the measured link reaches it.
+
+
+def bench_after(
+    training: Training, old: BenchStatus, observation: Observation, now: float, ran_s: float
+) -> BenchStatus:
+    """The status of the bench after an observation. A phase in `BENCH_DONE` is final.
+
+    `ran_s`: how long it has run, if it runs; the difference of two dates may say otherwise.
+    """
+    if training.spec.bench.mode == "off" or old.phase in BENCH_DONE or observation.fault:
+        return old
+    observed = observation.bench
+    if observed is None:
+        why = f"executor {training.executor!r} cannot measure links"
+        return replace(old, phase="Skipped", message=why, completed_at=now)
+    if observed.result is not None:
+        message = describe_result(observed.result)
+        return replace(
+            old, phase="Succeeded", message=message, result=observed.result, completed_at=now
+        )
+    if observed.state == "failed":
+        return replace(old, phase="Failed", message=observed.message, completed_at=now)
+    if old.started_at is not None and ran_s >= BENCH_LIMIT_S:
+        message = f"not measured within {BENCH_LIMIT_S:g} s of its start"
+        return replace(old, phase="TimedOut", message=message, completed_at=now)
+    if observed.state == "running":
+        started_at = now if old.started_at is None else old.started_at
+        return replace(old, phase="Running", message=observed.message, started_at=started_at)
+    # Idle after Running: its process was killed, so it is run again within the same limit.
+    return replace(old, phase=old.phase or "Pending", message=observed.message)
+
+
+def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatus:
+    """The final status of the bench once the training has ended."""
+    if spec.bench.mode == "off" or bench.phase in BENCH_DONE:
+        return bench
+    why = f"the training ended before the link was measured ({bench.phase or 'Pending'})"
+    return replace(bench, phase="Skipped", message=why, completed_at=now)
+
+
+def must_measure(spec: TrainingSpec, status: Status, observation: Observation) -> bool:
+    """Whether to start the bench: while ranks run, or before them if it holds their start."""
+    is_idle = observation.bench is not None and observation.bench.state == "idle"
+    if spec.bench.mode == "off" or status.bench.phase in BENCH_DONE or not is_idle:
+        return False
+    return status.desired is not None or spec.bench.has_floor
+
+
+def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:
+    """Whether ranks must wait for the bench: with a floor, until the measurement is there."""
+    return spec.bench.has_floor and bench.phase != "Succeeded"
+
+
+def check_floor(spec: TrainingSpec, status: Status) -> tuple[str, str]:
+    """Reason and message if the link is below the floor or could not be measured; else empty."""
+    floor, bench = spec.bench.require_gbps, status.bench
+    if (
+        not spec.bench.has_floor
+        or bench.phase not in BENCH_DONE
+        or status.gate_opened_at is not None
+    ):
+        return "", ""
+    desired = f"bench_require_gbps={floor:g}"
+    if bench.result is None:
+        return (
+            PhaseReason.BENCH_NOT_MEASURED,
+            f"{desired}, but the link is not known: {bench.message}",
+        )
+    if _rate(bench.result) < (floor or 0.0):
+        return PhaseReason.LINK_TOO_SLOW, f"{desired}, but {bench.message}"
+    return "", ""
+
+
+def describe_result(result: BenchResult) -> str:
+    """One sentence: the two hosts, the bandwidth, and whether ranks run on both of them."""
+    a, b, is_own = result.probe_node_a, result.probe_node_b, result.is_worker_pair
+    if a == b:
+        shared = "loopback: the ranks share it" if is_own else "loopback: no other host was free"
+        return f"{a} with itself ({shared}): {_rate(result):.3g} Gbit/s"
+    others = "" if is_own else ", which are not both hosts of this training's ranks"
+    return f"{a} <-> {b}{others}: {_rate(result):.3g} Gbit/s"
+
+
+def _rate(result: BenchResult) -> float:
+    return result.busbw_gbps_p50 or 0.0

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from atoll.core.errors import Permanent
+from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.metrics import RankUsage
 from atoll.core.model import Model
@@ -25,10 +25,127 @@ from atoll.core.status import (
     Status,
     Training,
 )
-from atoll.core.support import NO_STALL_RESTART, Limit, check_supported
+
+# What a backend does not support of a spec: a table of limits for each, which is read here alone.
+#
+# A limit refuses a training that could not do what it is for, or lets it run and says what has no
+# effect.
+
+Test = Callable[[TrainingSpec, Any], bool]  # of a spec and the options of an executor
+Reason = str | Callable[[TrainingSpec, Any], str]
+
+
+def always(spec: TrainingSpec, options: Any) -> bool:
+    return True
+
+
+class Limit(NamedTuple):
+    """A field, by its name in Python, that a backend does not support, or not `when` this holds."""
+
+    field: str
+    reason: Reason
+    when: Test
+    is_refused: bool
+
+
+def refuse(field: str, expected: Reason, *, when: Test = always) -> Limit:
+    return Limit(field, expected, when, is_refused=True)
+
+
+def ignore(field: str, reason: Reason, *, when: Test = always) -> Limit:
+    return Limit(field, reason, when, is_refused=False)
+
+
+NO_STALL_RESTART = refuse(
+    "stall_restart", "expected none: this executor cannot restart stalled ranks"
+)
+
+
+def optional_fields(spec: TrainingSpec) -> dict[str, object]:
+    """What the spec asks for of those fields that some backend ignores."""
+    needs, providers = spec.resources, spec.provider_filter
+    chosen = providers.include or providers.exclude
+    fields = {
+        "image": spec.image,
+        "cpu": needs.cpu,
+        "memory": needs.memory,
+        "gpu_count": needs.gpu_count,
+        "gpu_models": needs.gpu_models,
+        "min_gpu_memory_gb": needs.min_gpu_memory_gb,
+        "topology_spread": "" if spec.topology_spread == "none" else spec.topology_spread,
+        "bench": "" if spec.bench.mode == "off" else spec.bench.mode,
+        "stall_s": spec.stall_s,
+    }
+    requested: dict[str, object] = {name: value for name, value in fields.items() if value}
+    if chosen or providers.include is not None:  # an empty list of providers is a filter, too
+        requested["provider_filter"] = chosen
+    return requested
+
+
+def check_supported(spec: TrainingSpec, limits: Sequence[Limit], options: Any) -> None:
+    """Raises ValidationError, naming the first field that the backend refuses."""
+    values = _all_fields(spec)
+    for limit in limits:
+        if limit.is_refused and limit.field in values and limit.when(spec, options):
+            reason = _reason(limit, spec, options)
+            raise ValidationError(limit.field, values[limit.field], reason)
+
+
+def unsupported_fields(
+    spec: TrainingSpec, limits: Sequence[Limit], options: Any
+) -> dict[str, tuple[object, str]]:
+    """Of what the spec asks for, what has no effect: the value and why, by field."""
+    values = optional_fields(spec)
+    return {
+        limit.field: (values[limit.field], _reason(limit, spec, options))
+        for limit in limits
+        if not limit.is_refused and limit.field in values and limit.when(spec, options)
+    }
+
+
+def describe_unsupported(executor: str, fields: dict[str, tuple[object, str]]) -> str:
+    """One line; empty without any."""
+    by_reason: dict[str, list[str]] = {}
+    for name, (value, reason) in fields.items():
+        by_reason.setdefault(reason, []).append(f"{name} {_as_text(value)}")
+    if not by_reason:
+        return ""
+    parts = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return f"{executor} does not support {'; nor '.join(parts)}"
+
+
+def _all_fields(spec: TrainingSpec) -> dict[str, object]:
+    """What the spec asks for of all fields that a limit may name."""
+    fields: dict[str, object] = {
+        "mesh": spec.mesh,
+        "bench_require_gbps": spec.bench.require_gbps if spec.bench.has_floor else None,
+        "bench_placement": spec.bench.placement if spec.bench.has_floor else None,
+        "rendezvous_backend": spec.rendezvous.backend,
+        "code": spec.code and f"{spec.code.files} files",
+        "stop_grace_s": spec.stop_grace_s,
+        "deadline_s": spec.deadline_s,
+        "stall_restart": spec.stall_restart,
+    }
+    return optional_fields(spec) | {name: value for name, value in fields.items() if value}
+
+
+def _reason(limit: Limit, spec: TrainingSpec, options: Any) -> str:
+    return limit.reason if isinstance(limit.reason, str) else limit.reason(spec, options)
+
+
+def _as_text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
 
 Key = tuple[str, str]  # namespace, name
-PAGE_BYTES = 2 * 2**20
+PAGE_BYTES = 2 * 2**20  # one training of 10,000 ranks, or hundreds of small ones
+
+
+class StopCause(NamedTuple):
+    """Why a training was stopped, as in `Status.failing`; empty if it was cancelled."""
+
+    reason: str = ""
+    message: str = ""
 
 
 class Executor:
@@ -41,8 +158,11 @@ class Executor:
     name: str = ""
     options: Any = None
     options_type: ClassVar[type[Any] | None] = None
-    # What of a spec the backend does not support; read by `core/support.py`.
+    # What of a spec the backend does not support; read by `core/ports.py`.
     SUPPORTS: ClassVar[Sequence[Limit]] = (NO_STALL_RESTART,)
+    # Whether other processes follow its trainings, too: launches from scripts. `release` then
+    # leaves what they read, and `purge` removes it.
+    is_shared: bool = False
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> Executor:
@@ -59,8 +179,8 @@ class Executor:
     # Ranks
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
-        """Ranks `0..size-1` are being started or kept; higher ones are being stopped, politely for
-        the spec's grace. Size 0 stops them all; what is known of them is kept.
+        """Starts ranks `0..size-1` that do not run, and stops higher ones, politely for
+        the spec's grace. Size 0 stops them all; their records stay.
 
         A state with an older version than the one in force changes nothing.
         A failed rank is started again until `max_restarts` is used up. Returns once the state is
@@ -82,7 +202,7 @@ class Executor:
         holds the observation."""
 
     async def measure(self, training: Training) -> None:
-        """Starts the link bench, beside the ranks and in none of their slots."""
+        """Starts the link bench. It takes no slot of a rank."""
 
     async def release(self, training: Training) -> None:
         """Removes everything but the logs from the backend. Already removed is success."""
@@ -97,6 +217,15 @@ class Executor:
         nobody tells, and `observe` says how soon to look again."""
         return
         yield
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        """The training that another process has launched under this name; None if there is none.
+        Only where `is_shared`."""
+        return None
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        """Why another process has stopped it."""
+        return StopCause()
 
     # The backend as a whole
 
@@ -114,7 +243,7 @@ class Executor:
         `known` returns."""
 
     def renew_reserve(self) -> None:
-        """Sets aside again what it needs to stop ranks on a full disk, if there is room."""
+        """Renews the reserve with which ranks can be stopped on a full disk, if there is space."""
 
     def notes(self) -> Sequence[str]:
         """What a user should know of the backend, in sentences."""
@@ -152,7 +281,7 @@ class Executor:
         return ""
 
     def log_folder(self, training: Training) -> Path | None:
-        """It has a folder of segments for each rank, which can be read from any place."""
+        """It has a folder of segments for each rank, which can be read from any offset."""
         return None
 
     # Results and logs
@@ -164,7 +293,7 @@ class Executor:
         """
         return None
 
-    def logs(
+    async def logs(
         self,
         training: Training,
         *,
@@ -172,16 +301,18 @@ class Executor:
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        """Lines with their true rank; `tail` is per rank.
+        """Lines with their true rank; `tail` is per rank. A backend has this or `logs_after`.
 
         With `follow`, waits for new lines until the training is over.
         """
-        raise NotImplementedError
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
+            yield line
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        """The place (`PlacedLine.at`) of the last `tail` lines of each rank that has a log."""
+        """The offset (`OffsetLine.at`) of the last `tail` lines of each rank that has a log."""
         return {}
 
     def logs_after(
@@ -192,7 +323,7 @@ class Executor:
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        """As `logs`, from these places on; a rank without a place from the start of its log."""
+        """As `logs`, from these offsets on; a rank without one from the start of its log."""
         return self.logs(training, ranks=ranks, follow=follow)
 
 
@@ -225,7 +356,7 @@ class Snapshot(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an informer tells of one training: as it is now, or was when it was removed."""
+    """An update of one training: as it is now, or was when it was removed."""
 
     version: int
     uid: str
@@ -236,7 +367,7 @@ class Update(NamedTuple):
 
 
 class TrainingIndex(Protocol):
-    """The trainings of a store in memory, as `controller/informer.py` keeps them."""
+    """The trainings of a store, in memory; `controller/informer.py` implements it."""
 
     async def uids(self) -> set[str]:
         """Of all trainings, once they are known."""
@@ -257,7 +388,7 @@ class TrainingPage(NamedTuple):
 
 
 class Store(Protocol):
-    """Where trainings are kept. Every write has a version; versions only grow."""
+    """Stores trainings. Every write has a version; versions only grow."""
 
     async def create(
         self,
@@ -323,13 +454,13 @@ class Store(Protocol):
         """Newest first."""
 
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
-        """Every change after that version, in order. Raises Gone if some are no longer kept.
+        """Every change after that version, in order. Raises Gone if the log begins later.
 
         Of one training, of all in a namespace (`key` with an empty name), or of all (None).
         """
 
     async def source(self, training: Training) -> bytes:
-        """The code shipped with the training: a store may keep only its digest in the spec."""
+        """The code shipped with the training: its spec may have the digest alone."""
 
     async def code(self, training: Training) -> bytes:
         """The archive that travels with the training; its digest, where the executor has it."""

@@ -7,21 +7,26 @@ the one rank that made a training fail.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from atoll.core.describe import describe_exit
-from atoll.core.reasons import ExitReason, PhaseReason
+from atoll.core.model import Model
+from atoll.core.phase import ExitReason, PhaseReason
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
+    AttemptStatus,
     Exit,
     Observation,
     ObservedRank,
+    ObservedRounds,
     RankExit,
     RankPhase,
     RankStatus,
     Status,
+    Training,
+    in_ms,
 )
 
 # A running rank that no observation shows is given up after this: longer than an observation may
@@ -99,7 +104,7 @@ def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -
 
 def _previous(before: RankStatus, observed_rank: ObservedRank) -> Exit | None:
     if observed_rank.previous_exit is not None:
-        return with_explanation(_dated_in_ms(observed_rank.previous_exit))
+        return with_explanation(_round_dates(observed_rank.previous_exit))
     return before.exit if observed_rank.attempt > before.attempt else before.previous_exit
 
 
@@ -107,7 +112,7 @@ def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     metered_s = in_ms(rank.metered_s + metered_for(rank.started_at, exit))
     return replace(
         rank,
-        exit=with_explanation(_dated_in_ms(exit)),
+        exit=with_explanation(_round_dates(exit)),
         metered_s=metered_s,
         missing_since=None,
         is_stopping=False,
@@ -121,12 +126,7 @@ def metered_for(started_at: float | None, exit: Exit | None) -> float:
     return in_ms(max(exit.at - started_at, 0.0))
 
 
-def in_ms(seconds: float) -> float:
-    """Whole milliseconds: what is stored of a thousand times stays small."""
-    return round(seconds * 1000) / 1000
-
-
-def _dated_in_ms(exit: Exit) -> Exit:
+def _round_dates(exit: Exit) -> Exit:
     failed_at = None if exit.failed_at is None else in_ms(exit.failed_at)
     return replace(exit, at=in_ms(exit.at), failed_at=failed_at)
 
@@ -208,7 +208,7 @@ def _message(rank: RankStatus, status: Status, observation: Observation, world: 
         return f"no capacity: {message}"
     if rank.exit is not None and not is_discardable(rank.exit):
         return f"restarting: it {describe_exit(rank.exit)}"
-    # What the executor says of this rank; what it says of all is for those it cannot place.
+    # The message of the executor for this rank, else its message for the whole training.
     return rank.message or observation.message or "starting"
 
 
@@ -363,3 +363,160 @@ def _prefix_of(line: str) -> str:
 def _signal_in(lines: Sequence[str]) -> str:
     matches = (_SIGNAL.fullmatch(line.rstrip()) for line in reversed(lines))
     return next((match.group(1) for match in matches if match), "")
+
+
+# The attempts of ranks: each start of a rank's process, and how it ended.
+#
+# A status has the newest attempt of each rank. Stores keep those before it, as many as
+# `MAX_ATTEMPTS`, beside the status, and only once they have a successor: a rank that never restarts
+# costs nothing.
+
+MAX_ATTEMPTS = 20  # of one rank, before its newest
+MESSAGE_CHARS = 300  # of a past attempt: the exception, not its traceback
+TIMES = 10**6  # larger numbers of attempts are seconds since the epoch
+
+
+class AttemptList(Model, frozen=True):
+    """In order of rank and attempt."""
+
+    items: list[AttemptStatus]
+
+
+def superseded_attempts(
+    old: Status, new: Status, observation: Observation
+) -> tuple[AttemptStatus, ...]:
+    """The attempts that have a successor in `new` and had none in `old`."""
+    before = {r.rank: r for r in (*old.ranks, *old.removed_ranks)}
+    observed_ranks = {observed_rank.rank: observed_rank for observed_rank in observation.ranks}
+    ended: list[AttemptStatus] = []
+    for rank in (*new.ranks, *new.removed_ranks):
+        was = before.get(rank.rank) or RankStatus(rank=rank.rank)
+        if rank.attempt <= max(was.attempt, 0):
+            continue
+        observed_rank = observed_ranks.get(rank.rank)
+        earlier = {} if observed_rank is None else {a.attempt: a for a in observed_rank.attempts}
+        if was.attempt >= 0 and was.attempt not in earlier:
+            earlier[was.attempt] = attempt_of(was, _end(was, rank))
+        ended += (earlier[number] for number in sorted(earlier) if number < rank.attempt)
+    return tuple(ended)
+
+
+def _end(was: RankStatus, rank: RankStatus) -> Exit:
+    """How the attempt in `was` ended, if `rank` is a later one."""
+    if was.exit is not None:
+        return was.exit
+    if rank.attempt == was.attempt + 1 and rank.previous_exit is not None:
+        return rank.previous_exit
+    at = rank.started_at or was.started_at or 0.0
+    return Exit(code=None, at=at, reason=ExitReason.VANISHED, message="its end was not seen")
+
+
+def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:
+    """The attempt that the status of a rank shows."""
+    return close_attempt(
+        AttemptStatus(
+            rank=rank.rank, attempt=rank.attempt, started_at=rank.started_at, host=rank.node
+        ),
+        exit,
+    )
+
+
+def close_attempt(attempt: AttemptStatus, exit: Exit | None) -> AttemptStatus:
+    if exit is None:
+        return attempt
+    exit = with_explanation(exit)
+    started_at = None if attempt.started_at is None else in_ms(attempt.started_at)
+    return AttemptStatus(
+        rank=attempt.rank,
+        attempt=attempt.attempt,
+        started_at=started_at,
+        host=attempt.host,
+        ended_at=in_ms(exit.at),
+        exit_code=exit.code,
+        reason=exit.reason,
+        signal=exit.signal,
+        is_stopped=exit.is_stopped,
+        message=exit.message[:MESSAGE_CHARS],
+    )
+
+
+def attempts_of(status: Status, stored: Iterable[AttemptStatus]) -> list[AttemptStatus]:
+    """All that are known, in order of rank and attempt: those stored, and the newest ones.
+
+    Where an executor tells attempts apart by their times, they are counted from 0.
+    """
+    known = {(a.rank, a.attempt): a for a in stored}
+    for rank in (*status.ranks, *status.removed_ranks):
+        if rank.attempt >= 0:
+            known[rank.rank, rank.attempt] = attempt_of(rank, rank.exit)
+    counts: dict[int, int] = {}
+    attempts = []
+    for key in sorted(known):
+        one, count = known[key], counts.get(key[0], 0)
+        attempts.append(one if one.attempt < TIMES else replace(one, attempt=count))
+        counts[key[0]] = count + 1
+    return attempts
+
+
+def newest_attempts(
+    attempts: Sequence[AttemptStatus], most: int | None = None
+) -> list[AttemptStatus]:
+    """The newest attempts, in order of rank: `MAX_ATTEMPTS` of each rank, and `most` of all."""
+    by_rank: dict[int, dict[int, AttemptStatus]] = {}
+    for attempt in attempts:
+        by_rank.setdefault(attempt.rank, {})[attempt.attempt] = attempt
+    attempts_left = [
+        own[number] for _, own in sorted(by_rank.items()) for number in sorted(own)[-MAX_ATTEMPTS:]
+    ]
+    if most is not None and len(attempts_left) > most:
+        newest = sorted(attempts_left, key=lambda a: a.ended_at or 0.0)[-most:]
+        attempts_left = sorted(newest, key=lambda a: (a.rank, a.attempt))
+    return attempts_left
+
+
+# Warnings of a training: what its ranks and its outer rounds show to be wrong with it. Pure.
+#
+# A warning is a fact that stays true, so it is never taken back: `status.warnings` only grows. Its
+# text is the same however often it is found, so that it is reported once.
+
+WARNED = "TrainingWarning"  # reason of the events and of the condition `Warnings`
+MAX_WARNINGS = 20  # of a training: more say nothing new, and a status is bounded
+ABSENT_ROUNDS = 10  # in a row without a rank that runs, before that is reported
+
+
+def merge_warnings(known: Sequence[str], warnings: Iterable[str]) -> list[str]:
+    """Those known, then the new ones, each once; the first `MAX_WARNINGS`."""
+    return list(dict.fromkeys([*known, *warnings]))[:MAX_WARNINGS]
+
+
+def find_warnings(
+    training: Training, ranks: Iterable[RankStatus], rounds: ObservedRounds | None
+) -> list[str]:
+    """What the rounds show to be wrong, in sentences."""
+    if rounds is None:
+        return []
+    return [
+        *rounds.warnings,
+        *(
+            f"round {number} left out rank {rank}: its pseudo-gradient was not finite"
+            for rank, number in sorted(rounds.bad.items())
+        ),
+        *_absences(training, ranks, rounds),
+    ]
+
+
+def _absences(
+    training: Training, ranks: Iterable[RankStatus], rounds: ObservedRounds
+) -> Iterator[str]:
+    if not has_replica_per_rank(training, len(rounds.last)) or rounds.recent_since is None:
+        return
+    for rank in ranks:
+        is_old = rank.started_at is not None and rank.started_at < rounds.recent_since
+        is_absent = rounds.last.get(rank.rank, -1) <= rounds.newest - ABSENT_ROUNDS
+        if rank.is_alive and is_old and is_absent and rank.rank not in rounds.left:
+            yield f"rank {rank.rank} was in none of {ABSENT_ROUNDS} rounds in a row while it ran"
+
+
+def has_replica_per_rank(training: Training, replicas: int) -> bool:
+    """Whether every rank should be in the rounds: not if all ranks together are one replica."""
+    return replicas > 1 or training.spec.rendezvous.backend == "none"

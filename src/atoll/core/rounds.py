@@ -1,7 +1,7 @@
-"""Outer rounds as the control plane keeps them and as clients read them. Pure.
+"""Outer rounds as the control plane stores them and as clients read them. Pure.
 
-What a round was is in its manifest. It is read from the store, or told by the replicas that took
-part; what it cost is known to the replicas alone.
+What a round was is in its manifest. It is read from the store, or reported by the replicas that
+took part; what it cost is known to the replicas alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import msgspec
 
 from atoll.core.metrics import MAX_COUNT, MAX_TIME
 from atoll.core.model import Model
-from atoll.core.rank_ranges import limited_spans
+from atoll.core.ranks import MAX_WARNINGS, has_replica_per_rank
 from atoll.core.status import Training
-from atoll.core.warnings import MAX_WARNINGS, has_replica_per_rank
+from atoll.core.text import limited_spans
 
 Source = Literal["store", "reports"]
 
@@ -28,10 +28,10 @@ HANDED_IN, WAITED_FOR = "u", "w"  # in the round that is not decided yet
 class RoundFacts(Model, frozen=True):
     """What the manifest of a round says.
 
-    `missing`: ranks that were waited for and did not come; `blamed`: whose upload could not be
+    `missing`: ranks that were waited for and did not come; `rejected`: whose upload could not be
     used; `late`: who uploaded after the manifest was decided; `bad`: members whose
-    pseudo-gradient was not finite, so that it does not count; `gone`: members that uploaded and
-    left.
+    pseudo-gradient was not finite, so that it does not count; `leaving`: members that uploaded
+    and left.
     """
 
     run: str
@@ -42,11 +42,11 @@ class RoundFacts(Model, frozen=True):
     members: list[int] = []
     weights: list[float] = []
     missing: list[int] = []
-    blamed: list[int] = []
+    rejected: list[int] = []
     late: list[int] = []
     bad: list[int] = []
-    gone: list[int] = []
-    sizes: list[int] = []  # bytes of each member's upload; empty where that was not seen
+    leaving: list[int] = []
+    sizes: list[int] = []  # bytes of each member's upload; empty where that is unknown
     tokens: float = 0.0
     steps: int = 0
     parameters: int | None = None
@@ -66,14 +66,14 @@ class RoundCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReportedRound(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a replica tells of a round. Only the first members tell its manifest."""
+    """What a replica reports of a round. Only the first members report its manifest."""
 
     run: str
     fragment: int
     round: int
     cost: RoundCost
     facts: RoundFacts | None = None
-    warnings: list[str] = []  # what the replica found wrong since its last word
+    warnings: list[str] = []  # what the replica found wrong since its last report
 
 
 class StoredRound(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,19 +89,9 @@ class StoredRound(msgspec.Struct, frozen=True, omit_defaults=True):
         """The store wins over what replicas say."""
         return self.reported if self.observed is None else self.observed
 
-    @property
-    def differs(self) -> bool:
-        """Whether a replica says something else than the store."""
-        if self.observed is None or self.reported is None:
-            return False
-        reported, observed = self.reported, self.observed
-        return (reported.members, reported.missing) != (observed.members, observed.missing) and (
-            reported.attempt == observed.attempt
-        )
-
 
 def is_bounded(value: object) -> bool:
-    """Whether all numbers in a word or in facts can be stored, shown and added up."""
+    """Whether all numbers in a report or in facts can be stored, shown and added up."""
     if isinstance(value, RoundFacts) and not 0 <= (value.at or 0.0) <= MAX_TIME:
         return False
     if isinstance(value, msgspec.Struct):
@@ -126,7 +116,7 @@ def with_report(stored: StoredRound, report: ReportedRound) -> StoredRound:
 
 
 def with_observed(stored: StoredRound, facts: RoundFacts) -> StoredRound:
-    """What was seen before and is swept from the store by now stays."""
+    """Facts that an earlier observation had stay, though the store has dropped them since."""
     observed = stored.observed
     if observed is not None and observed.attempt == facts.attempt:
         late = sorted({*observed.late, *facts.late} - set(facts.members))
@@ -157,7 +147,7 @@ class RoundItem(Model, frozen=True, omit_defaults=False):
     weights: list[float]
     missing: list[int]
     late: list[int]
-    blamed: list[int]
+    rejected: list[int]
     bad: list[int]
     joined: list[int]
     left: list[int]
@@ -185,7 +175,7 @@ class RankRounds(Model, frozen=True, omit_defaults=False):
 class RoundSummary(Model, frozen=True, omit_defaults=False):
     """How far a run is. `behind`: who was not in the newest round though it was waited for, or
     came late. `waited_for`: who has not uploaded to the round that is open. `ranks`: who took part
-    in any round; `gone`: who uploaded and left."""
+    in any round; `left`: who uploaded and left."""
 
     run: str
     source: Source
@@ -198,10 +188,10 @@ class RoundSummary(Model, frozen=True, omit_defaults=False):
     waited_for: list[int]
     tokens: float
     moved_at: float | None
-    looked_at: float | None
+    observed_at: float | None
     ranks: list[RankRounds] = []
-    gone: list[int] = []
-    words: str = ""
+    left: list[int] = []
+    message: str = ""
 
 
 class TrainingWithRounds(Training, frozen=True):
@@ -216,11 +206,11 @@ def with_rounds(training: Training, summary: RoundSummary | None) -> TrainingWit
 
 
 def with_absent(summary: RoundSummary | None, training: Training) -> RoundSummary | None:
-    """The summary, with ranks in its words that the training has and the newest round had not."""
+    """The summary, with ranks in its message that the training has and the newest round had not."""
     if summary is None:
         return None
     return msgspec.structs.replace(
-        summary, words=describe_summary(summary, absent_ranks(summary, training))
+        summary, message=describe_summary(summary, absent_ranks(summary, training))
     )
 
 
@@ -231,7 +221,7 @@ def absent_ranks(summary: RoundSummary, training: Training) -> dict[str, list[in
     """Ranks that should be in rounds and were not in the newest: `starting`, `waiting`, …"""
     if summary.round is None or not has_replica_per_rank(training, len(summary.ranks)):
         return {}
-    known = {*summary.members, *summary.behind, *summary.gone}
+    known = {*summary.members, *summary.behind, *summary.left}
     came = {each.rank for each in summary.ranks}
     absent: dict[str, list[int]] = {}
     for rank in training.status.ranks:
@@ -252,7 +242,6 @@ class RoundList(Model, frozen=True, omit_defaults=False):
     summary: RoundSummary | None = None
     why: str = ""
     dropped: int = 0
-    is_kept: bool = True  # False where the control plane keeps none
 
 
 def items_of(stored: Iterable[StoredRound], *, has_costs: bool = False) -> list[RoundItem]:
@@ -300,7 +289,7 @@ def _item(
         weights=facts.weights,
         missing=facts.missing,
         late=facts.late,
-        blamed=facts.blamed,
+        rejected=facts.rejected,
         bad=facts.bad,
         joined=joined,
         left=left,
@@ -322,16 +311,16 @@ def moves(before: RoundFacts | None, facts: RoundFacts) -> tuple[list[int], list
     """Who joined in this round, and who of the round before has left."""
     if before is None or not facts.members:
         return [], []
-    known = {*before.members, *before.missing, *before.late, *before.blamed} - {*before.gone}
+    known = {*before.members, *before.missing, *before.late, *before.rejected} - {*before.leaving}
     here = {*facts.members}
-    absent = {*before.members} - here - {*facts.missing, *facts.late, *facts.blamed}
+    absent = {*before.members} - here - {*facts.missing, *facts.late, *facts.rejected}
     return sorted(here - known), sorted(absent)
 
 
 def states(item: RoundItem) -> dict[int, str]:
     """The letter of each rank that the round speaks of."""
     letters = dict.fromkeys(item.left, LEFT)
-    letters |= dict.fromkeys([*item.missing, *item.blamed], MISSING)
+    letters |= dict.fromkeys([*item.missing, *item.rejected], MISSING)
     letters |= dict.fromkeys(item.late, LATE)
     letters |= dict.fromkeys(item.members, IN)
     letters |= dict.fromkeys(item.joined, JOINED)
@@ -340,7 +329,7 @@ def states(item: RoundItem) -> dict[int, str]:
 
 
 class OpenRound(Model, frozen=True):
-    """What a look at the store found of the round that is not decided yet."""
+    """What an observation of the store has of the round that is not decided yet."""
 
     fragment: int
     round: int
@@ -351,14 +340,14 @@ def summary_of(
     run: str,
     newest: Sequence[StoredRound],
     tokens: float,
-    looked_at: float | None,
+    observed_at: float | None,
     waiting: Sequence[OpenRound] = (),
-    left: Mapping[int, str] | None = None,
+    departures: Mapping[int, str] | None = None,
     ranks: Sequence[RankRounds] = (),
-    gone: Iterable[int] = (),
+    left: Iterable[int] = (),
 ) -> RoundSummary | None:
-    """`newest`: the newest round of each fragment; `left`: ranks that have left, and how; `gone`:
-    those that uploaded before that."""
+    """`newest`: the newest round of each fragment; `departures`: ranks that have left, and how;
+    `left`: those that uploaded before that."""
     known = [(each, facts) for each in newest if (facts := each.facts) is not None]
     if not known and not waiting:
         return None
@@ -367,14 +356,14 @@ def summary_of(
         known, key=lambda pair: (pair[1].round, pair[1].at or 0.0), default=(None, None)
     )
     members = [] if last is None else list(last.members)
-    behind = [] if last is None else sorted({*last.missing, *last.late, *last.blamed})
+    behind = [] if last is None else sorted({*last.missing, *last.late, *last.rejected})
     uploaded: list[int] = []
     waited_for: list[int] = []
     if waiting:
         first = min(waiting, key=lambda each: each.round)
         uploaded = sorted(first.uploaded)
-        gone = {*(left or {}), *([] if last is None else last.gone)}
-        waited_for = sorted({*members, *([] if last is None else last.late)} - {*uploaded} - gone)
+        absent = {*(departures or {}), *([] if last is None else last.leaving)}
+        waited_for = sorted({*members, *([] if last is None else last.late)} - {*uploaded} - absent)
     counts = [facts.round + 1 for _, facts in known]
     summary = RoundSummary(
         run=run,
@@ -388,22 +377,22 @@ def summary_of(
         waited_for=waited_for,
         tokens=tokens,
         moved_at=None if last is None else last.at,
-        looked_at=looked_at,
+        observed_at=observed_at,
         ranks=list(ranks),
-        gone=sorted({*(left or {}), *gone, *([] if last is None else last.gone)}),
+        left=sorted({*(departures or {}), *left, *([] if last is None else last.leaving)}),
     )
-    return msgspec.structs.replace(summary, words=describe_summary(summary))
+    return msgspec.structs.replace(summary, message=describe_summary(summary))
 
 
 def describe_summary(
     summary: RoundSummary, absent: Mapping[str, Sequence[int]] | None = None
 ) -> str:
-    """`44 rounds agreed, the last with 6 of 8 (ranks 3, 5 behind); round 44 waits for rank 2`.
+    """`44 rounds committed, the last with 6 of 8 (ranks 3, 5 behind); round 44 waits for rank 2`.
 
     `absent` are ranks that belong to the training and were not in the newest round, by their state.
     """
     if summary.round is None:
-        agreed = "no round agreed yet"
+        text = "no round committed yet"
     else:
         absent_by_state = {
             **({"behind": summary.behind} if summary.behind else {}),
@@ -416,15 +405,15 @@ def describe_summary(
         states = ", ".join(f"{_ranks(own)} {state}" for state, own in absent_by_state.items())
         behind = f" ({states})" if states else ""
         noun = "round" if summary.rounds == 1 else "rounds"
-        agreed = f"{summary.rounds} {noun} agreed, the last with {with_whom}{behind}"
+        text = f"{summary.rounds} {noun} committed, the last with {with_whom}{behind}"
         if not summary.members:
-            agreed = f"{summary.rounds} {noun} agreed, the last is void"
+            text = f"{summary.rounds} {noun} committed, the last is void"
     if not summary.uploaded:
-        return agreed
+        return text
     number = 0 if summary.round is None else summary.round + 1
     if not summary.waited_for:
-        return f"{agreed}; {_ranks(summary.uploaded)} uploaded to round {number}"
-    return f"{agreed}; round {number} waits for {_ranks(summary.waited_for)}"
+        return f"{text}; {_ranks(summary.uploaded)} uploaded to round {number}"
+    return f"{text}; round {number} waits for {_ranks(summary.waited_for)}"
 
 
 def describe_counts(counts: Mapping[int, int]) -> str:

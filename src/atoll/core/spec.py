@@ -23,14 +23,14 @@ from atoll.core.checks import (
 )
 from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import SpecModel, encode
-from atoll.core.quantities import check_quantity
+from atoll.core.text import check_quantity
 
 DIGEST = b"sha256:"
 MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source and its code
-MAX_CODE_BYTES = 16 * 2**20
-MAX_WORLD = 10_000
-MAX_SECONDS = 10 * 365 * 86_400
-MAX_GPUS = 1024
+MAX_CODE_BYTES = 16 * 2**20  # packed: source code, not data; it travels with every create
+MAX_WORLD = 10_000  # the largest that benches and stores are tried with
+MAX_SECONDS = 10 * 365 * 86_400  # ten years: a number beyond is a typing error
+MAX_GPUS = 1024  # of one rank: no machine has as many
 URI_PATTERN = r"^(file|memory|s3|gs|az)://\S*$"
 
 RankCount = Annotated[int, Meta(ge=1, le=MAX_WORLD)]
@@ -140,6 +140,11 @@ class BenchSpec(SpecModel, frozen=True):
         check_bounds(self, self.option_prefix)
         if self.mode != "off":
             check_choice("bench_placement", self.placement, BenchPlacement)
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether ranks start only if the link is fast enough."""
+        return self.mode != "off" and self.require_gbps is not None
 
 
 class RendezvousSpec(SpecModel, frozen=True):
@@ -292,7 +297,7 @@ class TrainingSpec(SpecModel, frozen=True):
     start_grace_s: Seconds = 30.0
     """After this many seconds, min ranks may start without the others."""
     stop_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    """Seconds that a rank has to end after it was told to stop."""
+    """Seconds between asking a rank to stop and killing it."""
     deadline_s: Deadline | None = None
     """Fail the training this many seconds after its ranks were started."""
     ttl_seconds: IntegerSeconds | None = None

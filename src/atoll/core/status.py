@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from atoll.core import html
+from atoll.core.clock import Now
 from atoll.core.mesh import MeshState
 from atoll.core.model import Model
-from atoll.core.phase import Phase
+from atoll.core.phase import ConditionType, Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 
 SILENT_S = 1.0  # how much later than it happened a death by signal may be noticed
@@ -25,7 +27,9 @@ class Exit(Model, frozen=True):
     reason: str
     signal: str | None = None
     is_stopped: bool = False  # atoll asked for it: scale-down, cancel, or another rank's failure
-    failed_at: float | None = None  # the rank's own word on when it failed, before it unwound
+    failed_at: float | None = (
+        None  # when the rank failed, as its error file has it: before it unwound
+    )
     message: str = ""
     log_tail: list[str] = []
     # The rank was to leave a record of its own, and left none: code and time are the backend's.
@@ -50,7 +54,7 @@ class Exit(Model, frozen=True):
 class WorldStatus(Model, frozen=True):
     """`ready` counts wanted ranks that run or have exited 0, so a finished world keeps it.
 
-    A rank that was told to stop is not ready; if it is wanted again, its successor is.
+    A rank that stops is not ready; if it is wanted again, its successor is.
     """
 
     ready: int = 0
@@ -96,7 +100,7 @@ class RankStatus(Model, frozen=True):
     previous_exit: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
-    is_stopping: bool = False  # this attempt was told to stop, and its end is not known yet
+    is_stopping: bool = False  # this attempt must stop, and its end is not known yet
 
     @property
     def is_alive(self) -> bool:
@@ -201,6 +205,8 @@ class BenchResult(Model, frozen=True):
 
 
 BenchPhase = Literal["", "Pending", "Running", "Succeeded", "Failed", "TimedOut", "Skipped"]
+BENCH_DONE: frozenset[BenchPhase] = frozenset({"Succeeded", "Failed", "TimedOut", "Skipped"})
+BENCH_LIMIT_S = 120.0  # from the start of a measurement
 
 
 class BenchStatus(Model, frozen=True):
@@ -253,7 +259,7 @@ class DesiredState(Model, frozen=True):
 
 
 class StatusHead(Model, frozen=True):
-    """What is known of a training beside its ranks."""
+    """The status of a training."""
 
     phase: Phase = Phase.NONE
     """Phase of the training."""
@@ -281,9 +287,9 @@ class StatusHead(Model, frozen=True):
     """The same for people."""
     # By the monotonic clock: when an executor that showed no ranks was last asked for them.
     desired_at: float | None = None
-    """When the executor was last told of ranks that it does not show."""
+    """When the executor was last asked for ranks that it does not show."""
     desired: DesiredState | None = None
-    """What the executor was last told to run."""
+    """What the executor was last asked to run."""
     discarded_attempts: dict[int, int] = {}
     """By rank, an attempt that does not count."""
     stalled: dict[int, float] = {}
@@ -313,7 +319,7 @@ class Status(StatusHead, frozen=True):
     """All that is known of a training. Written by the controller alone, once a pass."""
 
     ranks: list[RankStatus] = []
-    removed_ranks: list[RankStatus] = []  # ranks scaled away, kept for their exits
+    removed_ranks: list[RankStatus] = []  # ranks scaled away, for their exits
     rank_exits: list[RankExit] = []
 
     @property
@@ -355,7 +361,7 @@ class Training(Model, frozen=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is over, released, and kept until somebody deletes it."""
+        """Whether it is over and its ranks are released: nothing happens until it is deleted."""
         is_retained = self.spec.ttl_seconds is None and self.deletion_requested_at is None
         return self.status.is_released and is_retained
 
@@ -391,7 +397,7 @@ class TrainingList(
 
 
 UNSUPPORTED_FIELDS = (
-    "UnsupportedFields"  # reason of an event: the executor will not honour all of a spec
+    "UnsupportedFields"  # reason of an event: the executor does not support all of a spec
 )
 
 
@@ -455,7 +461,7 @@ class ObservedRank(Model, frozen=True):
     exit: Exit | None = None
     # For how long it has reported nothing, printed nothing and used no CPU; None: not measured.
     idle_s: float | None = None
-    is_stopping: bool = False  # told to stop, or about to be, and its end is not known yet
+    is_stopping: bool = False  # it stops or is about to, and its end is not known yet
     pod_name: str = ""
     host: str | None = None
     provider: str | None = None
@@ -464,7 +470,7 @@ class ObservedRank(Model, frozen=True):
 
 
 class Followup(Model, frozen=True):
-    """Work that an observation makes necessary beside the plan, such as dropping a finalizer.
+    """Work that an observation makes necessary beyond the plan, such as dropping a finalizer.
 
     Only the executor that returned it knows what it means. It may be repeated and is never stored:
     the next observation asks again for what is still to be done.
@@ -477,13 +483,13 @@ class ObservedRounds(Model, frozen=True):
     newest: int = -1  # round
     recent_since: float | None = None  # when the first of the newest few rounds was decided
     last: dict[int, int] = {}  # by rank: the newest round that it was in
-    gone: list[int] = []  # ranks that uploaded and left
+    left: list[int] = []  # ranks that uploaded and left
     bad: dict[int, int] = {}  # by rank: the first round in which its part was not finite
-    warnings: list[str] = []  # what replicas said, in sentences
+    warnings: list[str] = []  # what replicas reported, in sentences
 
 
 class Observation(Model, frozen=True):
-    """One observation of a whole gang. It may be late by less than `plan.STALE_S`.
+    """One observation of all ranks. It may be late by less than `plan.STALE_S`.
 
     An executor with a start gate of its own gets the desired state before ranks may run, and says
     when it opened the gate; for one without, the plan decides when to start.
@@ -491,7 +497,7 @@ class Observation(Model, frozen=True):
 
     ranks: list[ObservedRank] = []
     desired: DesiredState | None = None  # the one accepted; None while there is none
-    is_supervised: bool = False  # something keeps it so without being asked again
+    is_supervised: bool = False  # the executor keeps it so without another pass
     is_closed: bool = False  # every desired rank has ended, and it cannot grow any more
     capacity: int | None = None  # ranks this training may hold now; None is no limit
     message: str = ""  # what holds it up, for the ranks that are not there
@@ -503,9 +509,9 @@ class Observation(Model, frozen=True):
     gate_opened_at: float | None = None  # and let them go then
     unsettled: int = 0  # ranks being stopped of which it is not known yet whether they ran
     followups: tuple[Followup, ...] = ()  # to be performed once the observation is stored
-    again_in_s: float | None = None  # look again then, though nothing may change
+    again_in_s: float | None = None  # observe again then, though nothing may change
     at: float | None = None  # the time by the clock that dates the ranks; None: the monotonic one
-    rounds: ObservedRounds | None = None  # added by the controller, where rounds are kept
+    rounds: ObservedRounds | None = None  # added by the controller, where rounds are stored
 
 
 def sooner(*seconds: float | None) -> float | None:
@@ -518,7 +524,9 @@ class LogLine(Model, frozen=True):
 
     rank: int
     text: str
-    time: float | None = None  # when whoever copied it had all of it; None where nobody says
+    time: float | None = (
+        None  # when the copier of the log had all of it; None where that is unknown
+    )
 
     def __str__(self) -> str:
         return self.text
@@ -528,12 +536,110 @@ class LogLine(Model, frozen=True):
 
 
 class OffsetLine(LogLine, frozen=True):
-    """As it travels: with the place after it in its rank's log, where an executor has places."""
+    """A line with the offset after it in its rank's log, where an executor has offsets."""
 
     at: int | None = None
 
 
 class LogMatch(OffsetLine, frozen=True):
-    """A line that was searched for: with the place where it starts, too. A long one is cut."""
+    """A hit of a search, with the offset where the line starts. A long one is cut."""
 
     start: int | None = None
+
+
+def in_ms(seconds: float) -> float:
+    """Whole milliseconds: what is stored of a thousand times stays small."""
+    return round(seconds * 1000) / 1000
+
+
+# The one writer of conditions. A condition keeps its time of change until its status changes.
+
+
+def set_condition(
+    conditions: Iterable[Condition],
+    type: ConditionType,
+    reason: str,
+    message: str,
+    now: float,
+    *,
+    is_true: bool = True,
+) -> list[Condition]:
+    """The conditions with this one replaced, or added as the last."""
+    by_type = {condition.type: condition for condition in conditions}
+    status: ConditionStatus = "True" if is_true else "False"
+    known = by_type.get(type)
+    is_same = known is not None and known.status == status
+    by_type[type] = Condition(
+        type=type,
+        status=status,
+        reason=reason,
+        message=message,
+        last_transition_at=known.last_transition_at if known and is_same else in_ms(now),
+    )
+    return list(by_type.values())
+
+
+def clear_condition(conditions: Iterable[Condition], *types: ConditionType) -> list[Condition]:
+    """The conditions without those of these types."""
+    return [condition for condition in conditions if condition.type not in types]
+
+
+def has_condition(status: Status, type: ConditionType) -> bool:
+    return any(condition.type == type for condition in status.conditions)
+
+
+# The numbers of a training, all computed from its status.
+
+
+class TrainingStats(Model, frozen=True, omit_defaults=False):
+    """Counters of a training, all from its status. Durations in seconds."""
+
+    ready: int
+    target: int
+    ranks_running: int
+    ranks_succeeded: int
+    ranks_failed: int
+    restarts: int
+    resizes: int
+    generation: int
+    observed_generation: int
+    age_s: float
+    running_s: float
+    time_to_first_rank_s: float | None
+    rank_seconds: float
+    gpu_seconds: float
+
+
+def training_stats(training: Training, time: Now) -> TrainingStats:
+    status = training.status
+    spent = usage(training, time)
+    created_at = status.started_monotonic.get("created", training.created_at)
+    started = status.started_at
+    phases = [rank.phase for rank in status.ranks]
+    targets = [point.target for point in status.world_size_history]
+    return TrainingStats(
+        ready=status.world.ready,
+        target=training.spec.world_size.target,
+        ranks_running=phases.count("Running"),
+        ranks_succeeded=phases.count("Succeeded"),
+        ranks_failed=phases.count("Failed"),
+        restarts=sum(rank.restarts for rank in (*status.ranks, *status.removed_ranks)),
+        resizes=sum(a != b for a, b in zip(targets, targets[1:], strict=False)),
+        generation=training.generation,
+        observed_generation=status.observed_generation,
+        age_s=max(0.0, time.monotonic - created_at),
+        running_s=status.ran_for(time.monotonic + status.clock_skew) or 0.0,
+        time_to_first_rank_s=None if started is None else max(0.0, started - training.created_at),
+        rank_seconds=spent.rank_seconds,
+        gpu_seconds=spent.gpu_seconds,
+    )
+
+
+def usage(training: Training, time: Now) -> Usage:
+    """A clock that was set, or a machine that slept, adds nothing."""
+    status = training.status
+    ranks, now = (*status.ranks, *status.removed_ranks), time.monotonic + status.clock_skew
+    running = sum(max(now - (r.started_at or now), 0.0) for r in ranks if r.is_alive)
+    seconds = running + sum(r.metered_s for r in ranks)
+    gpus = training.spec.resources.gpu_count
+    return Usage(rank_seconds=seconds, gpu_seconds=seconds * gpus)

@@ -29,6 +29,9 @@ def store_uri(field: str, value: Any, folder: str | None = None) -> str | None:
     if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
         expected = f"expected file:///{parts.netloc}{parts.path}, with three slashes, or a path"
         raise ValidationError(field, value, expected)
+    if parts.scheme == "hf":
+        expected = "buckets of Hugging Face have no conditional create, by which ranks agree"
+        raise ValidationError(field, value, f"expected s3://, gs://, az:// or file://: {expected}")
     if parts.scheme:
         return str(text)
     path = PurePosixPath(text if folder is None else f"{folder}/{text}")
@@ -104,7 +107,7 @@ def missing_keys(uri: str | None, env: Mapping[str, str]) -> list[str]:
 
 
 def own_keys_only(base: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """What is inherited, without the keys of a provider of whom there are own ones: a key of one
+    """The inherited keys, without those of a provider for which there are own ones: a key of one
     account with the session of another opens nothing."""
     prefixes = tuple(
         keys.prefix

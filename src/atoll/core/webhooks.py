@@ -23,10 +23,10 @@ from atoll.core.status import Event
 
 EVERY = "*"
 WARNINGS = "warnings"
-# What is sent where nothing was chosen: ends, and what needs a look.
+# The default: ends, and what needs attention.
 DEFAULT = ("Succeeded", "Failed", "Cancelled", "RankStalled", "WorldShrunkBelowMin")
 MAX_WAITING = 1000  # messages of one webhook, of about 1 kB each
-FIRST_RETRY_S, MAX_RETRY_S = 5.0, 3600.0
+FIRST_RETRY_S, MAX_RETRY_S = 5.0, 3600.0  # a receiver that restarts, and one that is down
 MAX_ATTEMPTS = 80  # with those pauses three days: a receiver may be down over a weekend
 SECRET_PREFIX = "whsec_"
 MIN_SECRET, MAX_SECRET = 16, 256  # bytes
@@ -151,7 +151,7 @@ def event_body(namespace: str, name: str, uid: str, event: Event) -> bytes:
 
 
 def message_id(webhook: Webhook, uid: str, mark: str) -> str:
-    """The same whenever the same event of a training is told again; `mark` tells it from others."""
+    """The id of a message: the same for the same event of a training, which `mark` identifies."""
     from hashlib import sha256
 
     return "msg_" + sha256(f"{webhook.id} {uid} {mark}".encode()).hexdigest()[:24]

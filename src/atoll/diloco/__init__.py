@@ -9,21 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll.diloco.dcp import StoreReader, StoreWriter
-    from atoll.diloco.loop import DiLoCo
+    from atoll.diloco.diloco import DiLoCo
+    from atoll.diloco.outer import OuterRule
     from atoll.diloco.presets import OuterPreset
     from atoll.diloco.reports import RoundReport
-    from atoll.diloco.terms import OuterRule
     from atoll.diloco.torchft_manager import ObjectStoreManager
 
 _HOME = {
-    "DiLoCo": "loop",
+    "DiLoCo": "diloco",
     "ObjectStoreManager": "torchft_manager",
     "OuterPreset": "presets",
-    "OuterRule": "terms",
+    "OuterRule": "outer",
     "RoundReport": "reports",
-    "StoreReader": "dcp",
-    "StoreWriter": "dcp",
 }
 
 __all__ = [
@@ -32,8 +29,6 @@ __all__ = [
     "OuterPreset",
     "OuterRule",
     "RoundReport",
-    "StoreReader",
-    "StoreWriter",
 ]
 
 
@@ -43,7 +38,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(f"atoll.diloco.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
-        from atoll.core.extras import class_without_package
+        from atoll.core.errors import class_without_package
 
         return class_without_package(name, error, "torch")
     globals()[name] = value

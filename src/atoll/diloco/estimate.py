@@ -11,33 +11,9 @@ from typing import TypeVar
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.core.model import Model
+from atoll.diloco.codecs import CODECS, CodecRow
 
 T = TypeVar("T")
-
-
-class CodecStats(Model, frozen=True):
-    """Of one codec. Rates are megabytes of fp32 a second on one core, from `bench/codecs.py`."""
-
-    bits: float
-    encode_mb_s: float
-    decode_mb_s: float
-
-
-CODECS = {
-    "fp32": CodecStats(bits=32.0, encode_mb_s=5000, decode_mb_s=20000),
-    "bf16": CodecStats(bits=10.6, encode_mb_s=360, decode_mb_s=670),
-    "int8": CodecStats(bits=7.6, encode_mb_s=420, decode_mb_s=840),
-    "int5": CodecStats(bits=5.1, encode_mb_s=400, decode_mb_s=850),
-    "int4": CodecStats(bits=3.6, encode_mb_s=400, decode_mb_s=850),
-    "e3m0": CodecStats(bits=3.6, encode_mb_s=410, decode_mb_s=870),
-    "int3": CodecStats(bits=3.0, encode_mb_s=400, decode_mb_s=850),
-    "sparse": CodecStats(bits=0.15, encode_mb_s=400, decode_mb_s=5000),
-}
-
-
-# The codec for means, where it is not that of uploads: errors of uploads average out over the
-# replicas, those of a mean do not, so it gets a finer codec.
-MEANS = {"e3m0": "int4", "int3": "int5"}
 
 
 class Prices(Model, frozen=True):
@@ -113,15 +89,15 @@ def estimate(
     check_number("step_s", step_s, 1e-9, 1e9)
     check_number("link_gbps", link_gbps, 1e-6, 1e6)
     check_number("latency_s", latency_s, 0, 3600)
-    stats = _choose("codec", codec, CODECS)
+    row = _choose("codec", codec, CODECS)
     price = _choose("prices", prices, PRICES) if isinstance(prices, str) else prices
     alone = replicas == 1
-    means = CODECS[MEANS.get(codec, codec)]
-    size, mean_size = (0.0 if alone else parameters * each.bits / 8 for each in (stats, means))
+    means = CODECS[row.mean_codec or codec]
+    size, mean_size = (0.0 if alone else parameters * each.bits / 8 for each in (row, means))
     up = (size * (replicas - 1) + mean_size) / replicas  # one share is sent as a mean instead
     down = (size + mean_size) * (replicas - 1) / replicas
     puts, gets, lists = (0, 0, 0) if alone else _requests(replicas, fragments)
-    codec_s = 0.0 if alone else _codec_seconds(parameters, replicas, stats)
+    codec_s = 0.0 if alone else _codec_seconds(parameters, replicas, row)
     transfer_s = (up + down) * 8 / (link_gbps * 1e9)
     waits_s = 0.0 if alone else TRIPS * latency_s * fragments
     round_s = codec_s + transfer_s + waits_s
@@ -181,11 +157,11 @@ def _requests(replicas: int, fragments: int) -> tuple[int, int, int]:
     return fragments * puts, fragments * gets, fragments * replicas
 
 
-def _codec_seconds(parameters: int, replicas: int, stats: CodecStats) -> float:
+def _codec_seconds(parameters: int, replicas: int, row: CodecRow) -> float:
     """A replica encodes all values and the mean of its share, and decodes all values twice."""
     megabytes = parameters * 4 / 1e6
     encoded = megabytes * (1 + 1 / replicas)
-    return encoded / stats.encode_mb_s + 2 * megabytes / stats.decode_mb_s
+    return encoded / row.encode_mb_s + 2 * megabytes / row.decode_mb_s
 
 
 def _choose(field: str, name: str, among: dict[str, T]) -> T:

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.share import Share
-from atoll.diloco.allreduce.team import Solo
-from atoll.diloco.group import ProcessTeam
-from atoll.diloco.outer import Floats, Fragment
-from atoll.diloco.pieces import plain_names, unwrapped
+from atoll.diloco.model import ModelFragment, ReplicaModel
+from atoll.diloco.parameters import plain_names, unwrapped
 from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
@@ -27,16 +22,15 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 1 << 30
 SUFFIX = ".safetensors"
-_SLICE = 1 << 24  # values that are gathered at a time
 
 
 class ModelEntry(NamedTuple):
-    """One tensor of the model: `fragment` and `slot` of its global values, if it has any."""
+    """One tensor of the model: fragment and number of its global values, if it has any."""
 
     name: str
     tensor: torch.Tensor
     fragment: int | None
-    slot: int
+    number: int
 
     @property
     def nbytes(self) -> int:
@@ -46,26 +40,19 @@ class ModelEntry(NamedTuple):
 class FullModel:
     """A model and its global values. All processes of a replica call the same methods."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        fragments: Sequence[Fragment],
-        team: Solo | ProcessTeam,
-    ) -> None:
-        self._fragments, self._team = fragments, team
-        self._shares: dict[int, list[Share]] = {}
+    def __init__(self, model: ReplicaModel, fragments: Sequence[ModelFragment]) -> None:
+        self._model, self._fragments = model, fragments
         where = {
-            slot.name: (at, index)
+            span.name: (at, index)
             for at, fragment in enumerate(fragments)
-            for index, slot in enumerate(fragment.slots)
+            for index, span in enumerate(fragment.spans)
         }
         # By the parameter itself: the names of tied ones differ.
-        homes = {id(value): where[name] for name, value in parameters.items()}
-        values = unwrapped(model).state_dict(keep_vars=True)
+        homes = {id(value): where[name] for name, value in model.parameters.items()}
+        values = unwrapped(model.module).state_dict(keep_vars=True)
         self.entries = [
             ModelEntry(name, value, *homes.get(id(value), (None, 0)))
-            for name, value in plain_names(model, values).items()
+            for name, value in plain_names(model.module, values).items()
             if hasattr(value, "element_size")
         ]
 
@@ -78,45 +65,9 @@ class FullModel:
             complete = value.full_tensor() if hasattr(value, "full_tensor") else value
             return complete.cpu().clone()
         fragment = self._fragments[entry.fragment]
-        slot = fragment.slots[entry.slot]
-        row = np.empty(slot.stop - slot.start, np.float32)
-        for start in range(slot.start, slot.stop, _SLICE):
-            stop = min(start + _SLICE, slot.stop)
-            self._gather(entry.fragment, start, stop, row[start - slot.start :])
-        return torch.from_numpy(row).reshape(slot.shape).to(entry.tensor.dtype)
-
-    def _gather(self, at: int, start: int, stop: int, out: Floats) -> None:
-        """`out` begins with the global values from `start` to `stop`, of all processes."""
-        import torch
-
-        fragment, team = self._fragments[at], self._team
-        if not isinstance(team, ProcessTeam):
-            out[: stop - start] = fragment.values[start:stop]
-            return
-        if at not in self._shares:
-            layout, count = fragment.share.layout, team.processes
-            self._shares[at] = [Share(layout, process, count) for process in range(count)]
-        spans = [list(_overlaps(share, start, stop)) for share in self._shares[at]]
-        mine = [fragment.values[row : row + size] for _, row, size in spans[team.process]]
-        part = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *mine]))
-        sizes = [sum(size for _, _, size in each) for each in spans]
-        for each, values in zip(spans, team.all_gather(part, sizes), strict=True):
-            first = 0
-            for location, _, size in each:
-                out[location - start : location - start + size] = values[
-                    first : first + size
-                ].numpy()
-                first += size
-
-
-def _overlaps(share: Share, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """What of the places from `start` to `stop` the row holds: first place, where, how many."""
-    row = 0
-    for low, high in share.intervals:
-        first, last = max(low, start), min(high, stop)
-        if last > first:
-            yield first, row + first - low, last - first
-        row += high - low
+        span = fragment.spans[entry.number]
+        row = self._model.gather(fragment, span.start, span.stop)
+        return torch.from_numpy(row).reshape(span.shape).to(entry.tensor.dtype)
 
 
 def save(
@@ -140,23 +91,23 @@ def save(
     if len(groups) > 1:
         count = len(groups)
         names = [f"model-{at + 1:05d}-of-{count:05d}{SUFFIX}" for at in range(count)]
-    blobs = ObjectStore.open(folder) if is_writer else None
+    store = ObjectStore.open(folder) if is_writer else None
     for each, group in zip(names, groups, strict=True):
         tensors = {}
         for entry in group:
             tensor = complete.tensor(entry)
             if is_writer:
                 tensors[entry.name] = tensor.contiguous()
-        if blobs is not None:
-            blobs.put(each, _packed(tensors, messages))
+        if store is not None:
+            store.put(each, _packed(tensors, messages))
     if len(groups) > 1:
         index = {
             "metadata": {"total_size": sum(entry.nbytes for entry in complete.entries)},
             "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g},
         }
         names = [*names, f"model{SUFFIX}.index.json"]
-        if blobs is not None:
-            blobs.put(names[-1], json.dumps(index, indent=2).encode())
+        if store is not None:
+            store.put(names[-1], json.dumps(index, indent=2).encode())
     return names
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
+from atoll.diloco.data.ledger import Terms
 
 _MANY = 10**12
 
@@ -89,3 +90,13 @@ def go_on(clock: RunClock, goal: RunGoal, batches: Iterable[Any] | None) -> Iter
                 return
         if not count or iter(batches) is batches:
             return
+
+
+def check_epochs(epochs: int, terms: Terms | None) -> None:
+    """Raises ValidationError unless the data of the run, if it shares any, has so many."""
+    if terms is None or terms.length is None:
+        expected = "expected rounds=, steps= or tokens=: epochs need diloco.data(n)"
+        raise ValidationError("epochs", epochs, expected)
+    if epochs > terms.epochs:
+        expected = f"the data has {terms.epochs}: diloco.data(epochs=…)"
+        raise ValidationError("epochs", epochs, expected)

@@ -1,7 +1,7 @@
-"""The processes of a replica that is started with torchrun, as a team.
+"""The processes of one replica, as its training thread uses them.
 
-Words between them go through a gloo group of their own: collectives of two threads on one group
-give wrong sums without an error, and rounds may run beside the training.
+They talk through a gloo group of their own: collectives of two threads on one group give wrong sums
+without an error, and rounds may run beside the training (`round.replica_group`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from atoll.core.errors import DistributedError, ValidationError
-from atoll.diloco.allreduce.team import Solo
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 MAX_RETAINED = 1 << 22  # values of a slice whose memory is used again
 # How long a process that ends waits for a collective: it takes milliseconds, unless another process
@@ -45,7 +46,7 @@ class OwnGroup:
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         self._lock = Lock()
-        atexit.register(self._end)
+        atexit.register(self.close)
 
     def call(self, collective: Callable[..., object], *args: object) -> None:
         """By one thread at a time. Raises DistributedError once the process is ending."""
@@ -58,23 +59,42 @@ class OwnGroup:
                 # The frames of torch have the group, which could not end while the error is kept.
                 raise error.with_traceback(None)  # noqa: B904
 
-    def _end(self) -> None:
-        """Wait for the threads of the group, unless a collective on it does not return."""
+    def close(self) -> None:
+        """Wait for the threads of the group, unless a collective on it does not return.
+
+        The other processes fail in their next collective.
+        """
         import torch.distributed as dist
 
         if not self._lock.acquire(timeout=_END_S):
             return
         group, self._group = self._group, None
         self._lock.release()
+        if group is None:
+            return
         with suppress(ValueError):  # the program has destroyed all groups itself
             dist.destroy_process_group(group)
         # The last reference goes with this frame: the destructor waits for the threads.
 
 
-class ProcessTeam:
+class SingleProcess:
+    """A replica of one process."""
+
+    process = 0
+    processes = 1
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def close(self) -> None:
+        pass
+
+
+class TrainingGroup:
     """One process of a replica of several. Used by one thread at a time."""
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        """`ranks` of the default group."""
         import torch.distributed as dist
 
         self.ranks = list(ranks)
@@ -83,12 +103,16 @@ class ProcessTeam:
         self._group = OwnGroup(self.ranks, timeout)
         self._rooms: dict[str, torch.Tensor] = {}
 
-    def share(self, message: Any) -> list[Any]:
+    def close(self) -> None:
+        self._group.close()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in all of them."""
         import torch.distributed as dist
 
-        messages: list[Any] = [None] * self.processes
-        self._group.call(dist.all_gather_object, messages, message)
-        return messages
+        values: list[Any] = [None] * self.processes
+        self._group.call(dist.all_gather_object, values, value)
+        return values
 
     def all_to_all(
         self,
@@ -133,13 +157,47 @@ class ProcessTeam:
         return room[:size]
 
 
+Processes = SingleProcess | TrainingGroup
+
+
+class _Failure(NamedTuple):
+    error: BaseException
+
+
+def gather(group: Processes, work: Callable[[], T]) -> list[T]:
+    """What the work of each process gave. If one failed, all raise."""
+    from atoll.diloco.round.replica_group import portable
+
+    if group.processes == 1:
+        return [work()]
+    own: BaseException | None = None
+    try:
+        value: Any = work()
+    except Exception as error:
+        own, value = error, _Failure(portable(error))
+    values: list[T] = group.gather(value)
+    if own is not None:
+        raise own
+    for process, each in enumerate(values):
+        if isinstance(each, _Failure):
+            each.error.add_note(f"in process {process} of the replica's {group.processes}")
+            raise each.error
+    return values
+
+
+def from_leader(group: Processes, decide: Callable[[], T]) -> T:
+    """What process 0 decides. Its error is raised by all."""
+    answer: Any = gather(group, decide if group.process == 0 else lambda: None)[0]
+    return answer  # type: ignore[no-any-return]
+
+
 # Under torchrun inside a rank these are of the replica, and RANK is of the process.
 OF_REPLICA = ("ATOLL_RANK", "REPLICA_RANK")
 
 
-def find_team(
+def find_group(
     process_group: Any, device_mesh: Any, timeout: float, rank: int | None = None
-) -> Solo | ProcessTeam:
+) -> Processes:
     """The processes of the replica: of the mesh, else of the group, else of the default group.
 
     Collective over them. Raises ValidationError if there must be several and no group is known,
@@ -163,7 +221,7 @@ def find_team(
                 f"torchrun started {count} processes: call torch.distributed.init_process_group() "
                 "before DiLoCo, so that they are one replica",
             )
-        return Solo()
+        return SingleProcess()
     if device_mesh is not None:
         ranks = sorted(device_mesh.mesh.flatten().tolist())
     else:
@@ -171,4 +229,4 @@ def find_team(
     if dist.get_rank() not in ranks:
         name = "device_mesh" if device_mesh is not None else "process_group"
         raise ValidationError(name, ranks, f"expected this process, rank {dist.get_rank()}, in it")
-    return Solo() if len(ranks) == 1 else ProcessTeam(ranks, timeout)
+    return SingleProcess() if len(ranks) == 1 else TrainingGroup(ranks, timeout)

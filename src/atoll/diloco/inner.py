@@ -1,8 +1,11 @@
-"""The inner optimisers of a replica: which they are, whether they train this model, their steps."""
+"""The inner optimisers of a replica: which they are, whether they train this model, their steps and
+their learning rates."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,22 +86,6 @@ def check_optimizers(
     return messages
 
 
-def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ValidationError for a schedule of an optimiser that is not one of these."""
-    while (inside := getattr(scheduler, "scheduler", None)) is not None:
-        scheduler = inside
-    owner = getattr(scheduler, "optimizer", None)
-    while owner is not None and (inner := _inside(owner)) is not None:
-        owner = inner
-    if not any(owner is each for each in optimizers):
-        kind = type(owner).__name__ if owner is not None else "no optimiser"
-        raise ValidationError(
-            "scheduler",
-            f"{type(scheduler).__name__} of another {kind}",
-            "expected a schedule of the inner optimiser that DiLoCo was given",
-        )
-
-
 def forget_bad(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """For how many parameters an optimiser begins again, as its state of them was not finite."""
     count = 0
@@ -124,37 +111,135 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-class StepCount:
-    """Calls `before` when the first one begins, `after` when every optimiser has stepped."""
+class OptimizerWatch:
+    """Calls `after` when every optimiser has stepped, and knows when they are not those it began
+    with.
+    """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        before: Callable[[], None],
+        parameters: Mapping[str, torch.Tensor],
         after: Callable[[], None],
     ) -> None:
-        self._stepped: set[int] = set()
-        self._count, self._before, self._after = len(optimizers), before, after
-        self._is_begun = False
-        self._hooks = []
-        for at, optimizer in enumerate(optimizers):
-            self._hooks += [
-                optimizer.register_step_pre_hook(lambda *_: self._begin()),
-                optimizer.register_step_post_hook(lambda *_, at=at: self._note(at)),
-            ]
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def _begin(self) -> None:
-        if not self._is_begun:
-            self._is_begun = True
-            self._before()
+        self._optimizers, self._parameters, self._after = optimizers, parameters, after
+        self._stepped: set[int] = set()
+        self._groups = self._read_groups()
+        self._strangers: dict[int, bool] = {}  # whether an optimiser, by its id, trains this model
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_, at=at: self._note(at))
+            for at, optimizer in enumerate(optimizers)
+        ]
+        self._hooks.append(register_optimizer_step_post_hook(self._note_any))
+
+    def find_changes(self) -> list[str]:
+        """What is odd about the optimisers if they train other parameters than before.
+
+        Raises ValidationError if one of them trains nothing of the model any more.
+        """
+        groups = self._read_groups()
+        if groups == self._groups:
+            return []
+        self._groups = groups
+        return check_optimizers(self._optimizers, self._parameters)
+
+    def _read_groups(self) -> list[tuple[int, ...]]:
+        return [
+            tuple(map(id, group["params"]))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
 
     def _note(self, at: int) -> None:
         self._stepped.add(at)
-        if len(self._stepped) == self._count:
+        if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
-            self._is_begun = False
             self._after()
 
-    def remove(self) -> None:
+    def _note_any(self, optimizer: Any, *_: Any) -> None:
+        """Raises ValidationError if an optimiser that nobody told of trains the model."""
+        if any(optimizer is each for each in self._optimizers):
+            return
+        if id(optimizer) not in self._strangers:
+            known = set(map(id, self._parameters.values()))
+            trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            inner = optimizer
+            while (inside := _inside(inner)) is not None:
+                inner = inside
+            is_wrapper = any(inner is each for each in self._optimizers)
+            self._strangers[id(optimizer)] = bool(known & trained) and not is_wrapper
+        if self._strangers[id(optimizer)]:
+            raise ValidationError(
+                "inner_optimizer",
+                f"another {type(optimizer).__name__}",
+                "expected the steps of the optimiser that DiLoCo was made with: this one trains "
+                "its model, and its steps would be in no round. Make DiLoCo after it",
+            )
+
+    def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class RunSchedule:
+    """Drives a scheduler of torch by the step of the run, not that of the process: a replica that
+    starts again, or joins late, has the learning rate of its peers from its first step.
+
+    Calls of its `step()` by the script do nothing.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Sequence[Any]) -> None:
+        """Raises ValidationError for a scheduler of another optimiser, or one that needs more."""
+        scheduler = _scheduler_of(scheduler)
+        if not hasattr(scheduler, "last_epoch") or not hasattr(scheduler, "optimizer"):
+            raise ValidationError(
+                "scheduler", type(scheduler).__name__, "expected one of torch.optim.lr_scheduler"
+            )
+        if type(scheduler).__name__ == "ReduceLROnPlateau":
+            raise ValidationError(
+                "scheduler",
+                type(scheduler).__name__,
+                "expected one that follows steps: the loss of a replica is not that of the run",
+            )
+        if not any(scheduler.optimizer is each for each in optimizers):
+            raise ValidationError(
+                "scheduler",
+                type(scheduler).__name__,
+                "expected a schedule of the inner optimiser: it belongs to another optimiser",
+            )
+        self._scheduler = scheduler
+        self._kind = kind = type(scheduler)
+        self._first = (copy.deepcopy(scheduler.state_dict()), self._rates())
+        # Not an attribute of it: that would be in its `state_dict()`.
+        scheduler.__class__ = type(kind.__name__, (kind,), {"step": _nothing})
+
+    def follow(self, step: int) -> None:
+        """The learning rates are those of `step` of the run."""
+        if self._scheduler.last_epoch > step:
+            state, rates = self._first
+            self._scheduler.load_state_dict(copy.deepcopy(state))
+            for group, rate in zip(self._scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it steps before the optimiser does
+            while self._scheduler.last_epoch < step:
+                self._kind.step(self._scheduler)
+
+    def close(self) -> None:
+        self._scheduler.__class__ = self._kind
+
+    def _rates(self) -> list[Any]:
+        return [copy.copy(group["lr"]) for group in self._scheduler.optimizer.param_groups]
+
+
+def _scheduler_of(scheduler: Any) -> Any:
+    """The scheduler of torch in what Accelerate, or another, puts around it."""
+    while hasattr(scheduler, "scheduler") and not hasattr(scheduler, "last_epoch"):
+        scheduler = scheduler.scheduler
+    return scheduler
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

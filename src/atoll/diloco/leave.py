@@ -1,7 +1,7 @@
 """A replica that is told to go: by SIGTERM, a notice of its host, or its own program.
 
-It hands in what it has trained since the last round, marks itself as one that has left, and ends
-when its program does, or with its next step.
+It hands in what it has trained since the last round, with its next step, marks itself as one that
+has left, and ends when its program does, or with the step after.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import signal
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,19 +35,19 @@ def read_signals() -> list[signal.Signals]:
     return [known[name.removeprefix("SIG")] for name in names]
 
 
-class Departure:
-    """Listens for the word to go. `hand_in` is called in the main thread, between two steps.
+class LeaveRequest:
+    """Whether this replica was told to go. A handler only sets flags: what was trained is handed in
+    between two steps, by the training thread.
 
     Handlers that the program has set are left alone: it calls `DiLoCo.leave()` in them.
     """
 
-    def __init__(self, ask: Callable[[], None], hand_in: Callable[[], None]) -> None:
-        """`tell` is called at once, also in the middle of a step or a round."""
-        self._ask, self._hand_in = ask, hand_in
-        self._busy = 0
+    def __init__(self, ask: Callable[[], None]) -> None:
+        """`ask` is called at once, in a signal handler, too: it may only set flags."""
+        self._ask = ask
         self._has_stepped = False
         self.signal: int | None = None
-        self.is_requested = self.is_over = False
+        self.is_requested = False
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_closed = threading.Event()
 
@@ -71,34 +70,11 @@ class Departure:
                     signal.signal(each, handler)
         self._replaced = {}
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Until this ends, the model or a round is in the middle of something."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self._busy -= 1
-        self.act()
-
-    def begin(self) -> None:
-        self._busy += 1
-
-    def end(self) -> None:
-        """A step of the optimiser is over: it is followed by what it drives, which is busy."""
-        self._busy = max(0, self._busy - 1)
-
-    def go(self) -> None:
-        """The program, or a signal, says that this replica is to leave."""
+    def make(self) -> None:
+        """The program, a signal or another process says that this replica is to leave."""
         if not self.is_requested:
             self.is_requested = True
             self._ask()
-        self.act()
-
-    def act(self) -> None:
-        if self.is_requested and not self.is_over and not self._busy:
-            self.is_over = True
-            self._hand_in()
 
     def exit_soon(self) -> None:
         """A step after the replica has left. The program has seen the word after the first one.
@@ -111,8 +87,9 @@ class Departure:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        log.warning("told to go by %s", signal.Signals(number).name)
-        self.go()
+        # Not by logging: its lock may be held by the very code that was interrupted.
+        os.write(2, f"told to go by {signal.Signals(number).name}\n".encode())
+        self.make()
 
     def _watch(self, where: str) -> None:
         while not self._is_closed.wait(_POLL_S):

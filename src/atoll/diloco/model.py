@@ -1,30 +1,36 @@
-"""The model of a replica, in one process or cut over several: values out of it, and into it."""
+"""The model of a replica, in one process or cut over several: values out of it, and into it.
+
+A fragment is some of its parameters that sync together, as one float32 vector. This process carries
+one span of each: a row.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from atoll.diloco.allreduce.share import Share
-from atoll.diloco.allreduce.team import Solo, together
-from atoll.diloco.allreduce.work import Take
-from atoll.diloco.group import ProcessTeam
-from atoll.diloco.moves import Moves
-from atoll.diloco.outer import Floats, Fragment, Slot
-from atoll.diloco.pieces import (
+from atoll.core.errors import ValidationError
+from atoll.diloco.group import Processes, TrainingGroup, gather
+from atoll.diloco.outer import Floats, OuterRows
+from atoll.diloco.packing import TensorSpec
+from atoll.diloco.parameters import local_tensor, plain_parameters, read_parameters
+from atoll.diloco.pinned import PinnedBuffer
+from atoll.diloco.round.layout import RunLayout, Share
+from atoll.diloco.round.reduce import Fragment
+from atoll.diloco.sharding import (
+    ParameterSpan,
+    ValueExchange,
+    check_blocks,
     check_equal,
-    check_pieces,
     fingerprint,
-    local_tensor,
-    read_parameters,
-    read_piece,
+    read_block,
     shared_twice,
 )
-from atoll.diloco.staging import Staging
 
 if TYPE_CHECKING:
     import torch
@@ -32,26 +38,115 @@ if TYPE_CHECKING:
 PART = 1 << 18  # values in host memory that are worked on at a time: they stay in the cache
 STAGED = 1 << 20  # values of one copy from a device
 
+Take = Callable[[int, Floats], None]  # gets the place in the row, and the values from there on
+
+
+class ModelFragment:
+    """Some parameters that sync together, and what this process carries of them."""
+
+    def __init__(self, spans: Sequence[ParameterSpan]) -> None:
+        self.spans = tuple(spans)
+        self.size = self.spans[-1].stop
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(span.name for span in self.spans)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Of the vector: replicas may train in other types, values travel and are kept in fp32."""
+        return tuple(TensorSpec("float32", span.shape) for span in self.spans)
+
+    def carry(self, share: Share, outer: OuterRows) -> None:
+        """From here on the rows hold `share` of the values."""
+        self.share, self.outer = share, outer
+        self.upload = Fragment(share, outer)
+
+    @property
+    def values(self) -> Floats:
+        """The global values that this process carries."""
+        return self.outer.values
+
+    def carried(self) -> Iterator[tuple[ParameterSpan, int, int]]:
+        """Each parameter of which the row holds something, and where."""
+        for span in self.spans[self.index_at(self.share.start) :]:
+            start, stop = max(span.start, self.share.start), min(span.stop, self.share.stop)
+            if span.start >= self.share.stop:
+                return
+            if stop > start:
+                yield span, start - self.share.start, stop - self.share.start
+
+    def index_at(self, location: int) -> int:
+        """Which parameter has this place of the vector."""
+        if not hasattr(self, "_starts"):
+            self._starts = [span.start for span in self.spans]
+        return max(0, bisect_right(self._starts, location) - 1)
+
+
+def split(shapes: Sequence[tuple[str, tuple[int, ...]]], parts: int) -> list[ModelFragment]:
+    """Fragments of about equal size; every parameter is in exactly one of them."""
+    sizes = [int(np.prod(shape)) for _, shape in shapes]
+    members: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    # Largest first to the emptiest: within a few percent of even for real models.
+    for at in sorted(range(len(shapes)), key=lambda at: (-sizes[at], at)):
+        emptiest = loads.index(min(loads))
+        members[emptiest].append(at)
+        loads[emptiest] += sizes[at]
+    if not all(members):
+        raise ValidationError(
+            "fragments", parts, f"expected at most {len(shapes)}, one for each parameter"
+        )
+    fragments = []
+    for indexes in members:
+        spans, start = [], 0
+        for at in sorted(indexes):
+            name, shape = shapes[at]
+            spans.append(ParameterSpan(name, tuple(shape), start, start + sizes[at]))
+            start += sizes[at]
+        fragments.append(ModelFragment(spans))
+    return fragments
+
+
+def check_layout(theirs: RunLayout, fragments: Sequence[ModelFragment], run: str) -> None:
+    """Raises ValidationError naming the first thing in which the model is not that of the run."""
+    if not theirs.names:
+        expected = "an all-reduce uses it, and has no model: choose another one"
+        raise ValidationError("run_id", run, expected)
+    if len(theirs.names) != len(fragments):
+        expected = f"the run {run!r} has {len(theirs.names)}"
+        raise ValidationError("fragments", len(fragments), expected)
+    advice = f"; run_id {run!r} is in use, another model needs another one"
+    for fragment, names, specs in zip(fragments, theirs.names, theirs.fragments, strict=True):
+        for span, name, spec in zip(fragment.spans, names, specs, strict=False):
+            if (span.name, span.shape) != (name, spec.shape):
+                ours, other = f"{span.name} {list(span.shape)}", f"{name} {list(spec.shape)}"
+                raise ValidationError("model", ours, f"the run has {other} there{advice}")
+        if len(fragment.spans) != len(names):
+            count, total = sum(len(each.spans) for each in fragments), sum(map(len, theirs.names))
+            raise ValidationError("model", count, f"the run has {total} parameters{advice}")
+
 
 class ReplicaModel:
     """The trained parameters of a model. All processes of the replica call the same methods."""
 
-    def __init__(self, model: torch.nn.Module, team: Solo | ProcessTeam) -> None:
+    def __init__(self, model: torch.nn.Module, group: Processes) -> None:
         """Raises ValidationError naming the parameter that cannot be synchronised, and why."""
-        self._team = team
+        self._group = group
         self.module = model
         self._modules = [each for each in model.modules() if _is_sharded(each)]
-        ranks = team.ranks if isinstance(team, ProcessTeam) else _own_rank()
+        ranks = group.ranks if isinstance(group, TrainingGroup) else _own_rank()
 
         def read() -> dict[str, Any]:
             self._parameters = read_parameters(model)
             items = self._parameters.items()
-            return {name: read_piece(name, value, ranks) for name, value in items}
+            return {name: read_block(name, value, ranks) for name, value in items}
 
-        self._pieces = together(team, read)
-        check_pieces(self._pieces)
-        self._staging = Staging.of([self._local(name) for name in self._parameters])
-        self._moves: dict[int, Moves] = {}
+        self._blocks = gather(group, read)
+        check_blocks(self._blocks)
+        self._known = self._read_known()
+        self._pinned = PinnedBuffer.of([self._local(name) for name in self._parameters])
+        self._exchanges: dict[int, ValueExchange] = {}
         self._batches: dict[int, list[_Batch]] = {}
         self._wholes: dict[int, _Batch] = {}
 
@@ -62,71 +157,114 @@ class ReplicaModel:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, piece.shape) for name, piece in self._pieces[0].items()]
+        return [(name, block.shape) for name, block in self._blocks[0].items()]
+
+    def find_change(self) -> str:
+        """What of the model is not as it was when this was made, in a sentence; empty: nothing.
+
+        Parameters that are frozen meanwhile stay in the rounds: they do not move.
+        """
+        known = self._read_known()
+        if known == self._known:
+            return ""
+        current = plain_parameters(self.module)
+        for name, value in current.items():
+            if value.requires_grad and name not in self._parameters:
+                return f"{name} is trained, and was not when DiLoCo was made"
+        for name, value in self._parameters.items():
+            if name not in current:
+                return f"{name} was in the model when DiLoCo was made, and is not now"
+            if current[name] is not value:
+                return f"{name} is another parameter than when DiLoCo was made"
+            shape = self._blocks[0][name].shape
+            if tuple(value.shape) != shape:
+                return f"{name} is {list(value.shape)}, and was {list(shape)}"
+        self._known = known
+        return ""
+
+    def _read_known(self) -> list[tuple[int, bool, Any]]:
+        return [(id(each), each.requires_grad, each.shape) for each in self.module.parameters()]
 
     def check_equal(self) -> None:
-        """Raises ValidationError if processes that hold the same piece have other values in it."""
-        if self._team.processes == 1:
+        """Raises ValidationError if processes that hold the same block have other values in it."""
+        if self._group.processes == 1:
             return
 
         def read() -> dict[str, Any]:
-            return {name: fingerprint(self._local(name)) for name in shared_twice(self._pieces)}
+            return {name: fingerprint(self._local(name)) for name in shared_twice(self._blocks)}
 
-        check_equal(self._pieces, together(self._team, read))
+        check_equal(self._blocks, gather(self._group, read))
 
-    def take(self, fragment: Fragment, row: Floats) -> None:
-        """`row` holds the values of the model that this process carries."""
+    def take(self, fragment: ModelFragment, row: Floats) -> None:
+        """Copy the values of the model that this process carries into `row`."""
         for start, part in self._parts(fragment):
             row[start : start + part.size] = part
 
-    def pseudo_gradient(self, fragment: Fragment, row: Floats) -> None:
-        """`row` holds how far the model is from the global values."""
-
-        def take(start: int, part: Floats) -> None:
-            row[start : start + part.size] = part
-
-        self.pseudo_gradient_parts(fragment, take)
-
-    def pseudo_gradient_parts(self, fragment: Fragment, take: Take) -> None:
+    def pseudo_gradient(self, fragment: ModelFragment, take: Take) -> None:
         """`take` gets how far the model is from the global values, slice by slice.
 
-        Those are rounded as in the model: rounding must not count as movement.
+        Those are rounded as in the model: rounding must not count as training.
         """
         import torch
 
         types = {parameter.dtype for parameter in self._parameters.values()}
-        spans = [] if types == {torch.float32} else list(fragment.spans())
+        spans = [] if types == {torch.float32} else list(fragment.carried())
         firsts = [first for _, first, _ in spans]
         for start, part in self._parts(fragment):
             values = fragment.values[start : start + part.size]
             if spans:
                 values = values.copy()
                 at = bisect_right(firsts, start) - 1
-                for slot, first, last in spans[at:]:
+                for span, first, last in spans[at:]:
                     if first >= start + part.size:
                         break
                     cut = values[max(first - start, 0) : last - start]
-                    dtype = self._parameters[slot.name].dtype
+                    dtype = self._parameters[span.name].dtype
                     cut[:] = torch.from_numpy(cut).to(dtype).float().numpy()
             np.subtract(values, part, out=part)
             take(start, part)
 
-    def _parts(self, fragment: Fragment) -> Iterator[tuple[int, Floats]]:
+    def add_pseudo_gradient(self, fragment: ModelFragment, check: Take) -> None:
+        """Add how far the model is from the global values to the row of the fragment.
+
+        `check` gets each slice of it, too.
+        """
+        upload = fragment.upload
+
+        def write(row: Floats) -> None:
+            def put(start: int, part: Floats) -> None:
+                check(start, part)
+                row[start : start + part.size] = part
+
+            self.pseudo_gradient(fragment, put)
+
+        def add(start: int, part: Floats) -> None:
+            check(start, part)
+            upload.add(start, part)
+
+        if upload.is_clear:
+            upload.fill(write)
+        else:
+            self.pseudo_gradient(fragment, add)
+
+    def _parts(self, fragment: ModelFragment) -> Iterator[tuple[int, Floats]]:
         """The values of the model that this process carries, slice by slice; copies."""
         import torch
 
-        moves = self._moves_of(fragment)
-        if moves is not None:
-            yield from moves.parts(self._known(fragment).flats()[0])
+        exchange = self._exchange_of(fragment)
+        if exchange is not None:
+            yield from exchange.parts(self._batch_of(fragment).flats()[0])
             return
         room = np.empty(0, np.float32)
         for start, stop, flats, _ in self._runs(fragment):
             room = room if room.size >= stop - start else np.empty(stop - start, np.float32)
             part = room[: stop - start]
-            self._staging.fetch(flats, torch.from_numpy(part))
+            self._pinned.fetch(flats, torch.from_numpy(part))
             yield start, part
 
-    def apply(self, fragment: Fragment, mix: float, values: Floats | None = None) -> None:
+    def apply(
+        self, fragment: ModelFragment, mix: float = 0.0, values: Floats | None = None
+    ) -> None:
         """The model holds the global values, or `values`, and `mix` of its own."""
         import torch
 
@@ -136,10 +274,10 @@ class ReplicaModel:
         for module in self._modules:
             module.reshard()  # type: ignore[operator]
         with torch.no_grad():
-            moves = self._moves_of(fragment)
-            if moves is not None:
-                flats, copies = self._known(fragment).flats()
-                moves.give(values, flats, partial(self._mix, mix))
+            exchange = self._exchange_of(fragment)
+            if exchange is not None:
+                flats, copies = self._batch_of(fragment).flats()
+                exchange.give(values, flats, partial(self._mix, mix))
                 _write_back(copies)
                 return
             row = torch.from_numpy(values)
@@ -147,15 +285,15 @@ class ReplicaModel:
                 self._mix(mix, flats, row[start:stop])
                 _write_back(copies)
 
-    def take_copy(self, fragment: Fragment, room: Floats | None) -> Floats:
+    def take_copy(self, fragment: ModelFragment, room: Floats | None) -> Floats:
         """The values of the model that this process carries, in `room` if they fit there."""
         size = fragment.share.size
         row = room if room is not None and room.size == size else np.empty(size, np.float32)
         self.take(fragment, row)
         return row
 
-    def move_on(self, fragment: Fragment, sent: Floats) -> None:
-        """The model holds the global values and what it has moved since it held `sent`.
+    def move_on(self, fragment: ModelFragment, sent: Floats) -> None:
+        """The model holds the global values and what it has trained since it held `sent`.
 
         The memory of `sent` is used.
         """
@@ -165,25 +303,51 @@ class ReplicaModel:
             sent[at] += fragment.values[at]
         self.apply(fragment, 0.0, sent)
 
-    def gather(self, fragment: Fragment) -> Floats:
-        """All values of the fragment, on every process."""
-        moves = self._moves_of(fragment)
-        if moves is None:
-            return fragment.values
-        vector = np.empty(fragment.share.layout.size, np.float32)
-        moves.gather(fragment.values, vector)
-        return vector
+    def keep_distance(self, fragments: Sequence[ModelFragment]) -> Callable[[], None]:
+        """Remember how far the model is from the global values, which are about to change.
+
+        The function that is returned brings the model as far from those that are there then. It is
+        kept in an unnamed file that is mapped: the system can write its pages out, where another
+        row in memory would break the promise about it.
+        """
+        rows = []
+        for fragment in fragments:
+            with tempfile.TemporaryFile(prefix="atoll-distance-") as file:
+                size = fragment.share.size
+                mapped = np.memmap(file, np.float32, "w+", shape=max(1, size))
+                rows.append(np.asarray(mapped[:size]))
+
+            def put(start: int, part: Floats, row: Floats = rows[-1]) -> None:
+                row[start : start + part.size] = part
+
+            self.pseudo_gradient(fragment, put)
+
+        def restore() -> None:
+            for fragment, row in zip(fragments, rows, strict=True):
+                np.subtract(fragment.values, row, out=row)
+                self.apply(fragment, 0.0, row)
+
+        return restore
+
+    def gather(self, fragment: ModelFragment, start: int, stop: int) -> Floats:
+        """The global values from `start` to `stop` of the fragment, on every process."""
+        exchange = self._exchange_of(fragment)
+        if exchange is None:
+            return fragment.values[start:stop].copy()
+        out = np.empty(stop - start, np.float32)
+        exchange.gather(fragment.values, start, stop, out)
+        return out
 
     def _local(self, name: str) -> torch.Tensor:
         return local_tensor(self._parameters[name])
 
-    def _runs(self, fragment: Fragment) -> Iterator[_Run]:
+    def _runs(self, fragment: ModelFragment) -> Iterator[_Run]:
         """All parameters, of which this process has the whole: many small ones are one run."""
-        most = STAGED if self._staging.is_needed else PART
+        most = STAGED if self._pinned.is_needed else PART
         if id(fragment) not in self._batches:
             self._batches[id(fragment)] = [
-                _Batch(slots, [self._parameters[slot.name] for slot in slots])
-                for slots in _cut(fragment, most)
+                _Batch(spans, [self._parameters[span.name] for span in spans])
+                for spans in _cut(fragment, most)
             ]
         for batch in self._batches[id(fragment)]:
             start, stop = batch.start, batch.stop
@@ -196,20 +360,20 @@ class ReplicaModel:
                 part = flats[0][first - start : last - start]
                 yield _Run(first, last, [part], copies if last == stop else [])
 
-    def _known(self, fragment: Fragment) -> _Batch:
+    def _batch_of(self, fragment: ModelFragment) -> _Batch:
         """All parameters of the fragment."""
         known = self._wholes.get(id(fragment))
         if known is None:
-            ours = [self._parameters[slot.name] for slot in fragment.slots]
-            known = self._wholes[id(fragment)] = _Batch(fragment.slots, ours)
+            ours = [self._parameters[span.name] for span in fragment.spans]
+            known = self._wholes[id(fragment)] = _Batch(fragment.spans, ours)
         return known
 
     def _mix(self, mix: float, parts: list[torch.Tensor], values: torch.Tensor) -> None:
         """The parts hold the values, one after the other, and `mix` of their own."""
         import torch
 
-        if self._staging.is_needed:
-            values = self._staging.send(values, parts[0].device)
+        if self._pinned.is_needed:
+            values = self._pinned.send(values, parts[0].device)
         rows = torch.split(values, [part.numel() for part in parts])
         if mix:
             rows = tuple(row.to(part) for row, part in zip(rows, parts, strict=True))
@@ -217,15 +381,15 @@ class ReplicaModel:
         else:
             torch._foreach_copy_(parts, rows)
 
-    def _moves_of(self, fragment: Fragment) -> Moves | None:
-        if not isinstance(self._team, ProcessTeam):
+    def _exchange_of(self, fragment: ModelFragment) -> ValueExchange | None:
+        if not isinstance(self._group, TrainingGroup):
             return None
-        known = self._moves.get(id(fragment))
+        known = self._exchanges.get(id(fragment))
         if known is None:
-            share, count = fragment.share, self._team.processes
-            shares = [Share(share.layout, process, count) for process in range(count)]
-            known = Moves(self._team, fragment.slots, shares, self._pieces, self._staging)
-            self._moves[id(fragment)] = known
+            cut, count = fragment.share.cut, self._group.processes
+            shares = [Share(cut, process, count) for process in range(count)]
+            known = ValueExchange(self._group, fragment.spans, shares, self._blocks, self._pinned)
+            self._exchanges[id(fragment)] = known
         return known
 
 
@@ -255,8 +419,10 @@ class _Run(NamedTuple):
 class _Batch:
     """Parameters that follow each other in a row, and what is known of their memory."""
 
-    def __init__(self, slots: Sequence[Slot], parameters: list[torch.nn.Parameter]) -> None:
-        self.start, self.stop = slots[0].start, slots[-1].stop
+    def __init__(
+        self, spans: Sequence[ParameterSpan], parameters: list[torch.nn.Parameter]
+    ) -> None:
+        self.start, self.stop = spans[0].start, spans[-1].stop
         self._parameters = parameters
         self._flats: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -292,11 +458,11 @@ def _write_back(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         local.copy_(copy.view(local.shape))
 
 
-def _cut(fragment: Fragment, size: int) -> list[list[Slot]]:
+def _cut(fragment: ModelFragment, size: int) -> list[list[ParameterSpan]]:
     """The parameters in runs of about `size` values."""
-    batches: list[list[Slot]] = [[]]
-    for slot in fragment.slots:
-        if batches[-1] and slot.stop - batches[-1][0].start > size:
+    batches: list[list[ParameterSpan]] = [[]]
+    for span in fragment.spans:
+        if batches[-1] and span.stop - batches[-1][0].start > size:
             batches.append([])
-        batches[-1].append(slot)
+        batches[-1].append(span)
     return batches

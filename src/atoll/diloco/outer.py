@@ -1,297 +1,238 @@
-"""The global parameters and the outer optimiser: what all replicas hold with the same bits.
+"""The outer optimiser: its rules, its settings by round, and the rows that it steps.
 
-Values are fp32 and computed in numpy: every operation rounds as IEEE 754 says and none is left to
-a compiler, so the bits do not depend on the processor, the threads or the build of torch.
+All replicas take the same steps from the same means, so settings are plain data that is kept with
+the run. Values are fp32 and computed in numpy: every operation rounds as IEEE 754 says and none is
+left to a compiler, so the bits do not depend on the processor, the threads or the build of torch.
+
+To add an outer optimiser, write a class like `Nesterov` with the names of the rows that it needs,
+and put it into `RULES`, or hand an instance of it to `DiLoCo(outer=)`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.checks import check_number
 from atoll.core.errors import ValidationError
 from atoll.core.model import json_decoder
-from atoll.diloco.allreduce.layout import Layout
-from atoll.diloco.allreduce.manifest import Manifest
-from atoll.diloco.allreduce.note import MemberNote
-from atoll.diloco.allreduce.share import Share
-from atoll.diloco.packing import TensorSpec
-from atoll.diloco.pieces import plain_name
-from atoll.diloco.terms import RULES, ByRound, OuterTerms, show, value_at
 
 Floats = NDArray[np.float32]
+# A number, or (round, value) pairs: a line from each to the next, and level before and after them.
+Points = tuple[tuple[int, float], ...]
+ByRound = float | Points
 
-# Values per pass of the optimiser: three rows of this stay in the cache.
-_SLICE = 1 << 16
-_LENGTH = struct.Struct("<Q")
+VALUES = "values"  # the row of the global parameters
+SLICE = 1 << 16  # values of a pass: three rows of so many stay in the cache
 
 
-class Slot(NamedTuple):
-    """Where one parameter lies in the row of its fragment."""
+class OuterTurn(NamedTuple):
+    """`number` of the step, from 0, and what the settings are in it."""
+
+    number: int
+    lr: float
+    momentum: float
+
+
+class OuterRule(Protocol):
+    """One step of an outer optimiser, value by value: it is called for slices of the rows.
+
+    It must give the same bits everywhere: numpy's plain arithmetic does. `state` names the rows
+    that it needs beside the values: they begin with zeros, and are kept with the run.
+    """
 
     name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    state: tuple[str, ...]
+
+    def step(self, rows: Mapping[str, Floats], gradient: Floats, turn: OuterTurn) -> None:
+        """Change `rows["values"]` and the rows of the state. `gradient` is to be left alone."""
 
 
-class Fragment:
-    """Some parameters that are synchronised together, as one row, and their outer optimiser."""
+class Nesterov:
+    """`torch.optim.SGD(nesterov=True)`: m = beta m + g; x -= lr (g + beta m)."""
 
-    def __init__(self, slots: Sequence[Slot], lr: ByRound = 0.7, beta: ByRound = 0.9) -> None:
-        self.slots = tuple(slots)
-        self.terms = OuterTerms(lr, beta)
-        self.rounds = 0
-        self.period = 0  # steps between two sends
-        self.steps, self.tokens = 0, 0.0  # of the run, as far as rounds of this fragment tell
-        self.ledger = ""  # of the run's data, as of the checkpoint that was loaded
-        specs = tuple(TensorSpec("float32", slot.shape) for slot in slots)
-        self.carry(Share(Layout(specs, 1, "fp32", "fp32", "", 1)))
+    name = "nesterov"
+    state: tuple[str, ...] = ("momentum",)
 
-    def carry(self, share: Share) -> None:
-        """From here on the rows hold `share` of the values; they are zeros."""
-        self.share = share
-        self.values = self.momentum = np.empty(0, np.float32)  # there is room for one pair of rows
-        self.values = np.zeros(share.size, np.float32)
-        self.momentum = np.zeros(share.size, np.float32)
+    def step(self, rows: Mapping[str, Floats], gradient: Floats, turn: OuterTurn) -> None:
+        factor, rate = np.float32(turn.momentum), np.float32(turn.lr)
+        values, momentum = rows[VALUES], rows["momentum"]
+        momentum *= factor
+        momentum += gradient
+        # A product of two fp32 is exact in fp64: one rounding each, as torch's fused ones.
+        change = np.multiply(momentum, factor, dtype=np.float64)
+        change += gradient
+        np.multiply(change.astype(np.float32), rate, out=change, dtype=np.float64)
+        np.subtract(values, change, out=values, casting="same_kind")
+
+
+class HeavyBall:
+    """`torch.optim.SGD`: m = beta m + g; x -= lr m."""
+
+    name = "sgd"
+    state: tuple[str, ...] = ("momentum",)
+
+    def step(self, rows: Mapping[str, Floats], gradient: Floats, turn: OuterTurn) -> None:
+        values, momentum = rows[VALUES], rows["momentum"]
+        momentum *= np.float32(turn.momentum)
+        momentum += gradient
+        change = np.multiply(momentum, np.float32(turn.lr), dtype=np.float64)
+        np.subtract(values, change, out=values, casting="same_kind")
+
+
+RULES: dict[str, OuterRule] = {rule.name: rule for rule in (Nesterov(), HeavyBall())}
+
+
+class OuterConfig(NamedTuple):
+    """`is_open`: nobody said what it is, so that of a run in the store is taken."""
+
+    lr: ByRound = 0.7
+    momentum: ByRound = 0.9
+    rule: OuterRule = RULES["nesterov"]
+    preset: str = ""
+    is_open: bool = False
 
     @property
-    def has_momentum(self) -> bool:
-        return self.rounds > 0
+    def description(self) -> str:
+        return f"outer_lr {show(self.lr)}, outer_momentum {show(self.momentum)}"
 
-    def spans(self) -> Iterator[tuple[Slot, int, int]]:
-        """Each parameter of which the rows hold something, and where: once for each run of it."""
-        starts = [slot.start for slot in self.slots]
-        row = 0
-        for start, stop in self.share.intervals:
-            at = bisect_right(starts, start) - 1
-            while at < len(self.slots) and self.slots[at].start < stop:
-                slot = self.slots[at]
-                size = min(stop, slot.stop) - max(start, slot.start)
-                if size > 0:
-                    yield slot, row, row + size
-                    row += size
-                at += 1
+    @property
+    def text(self) -> str:
+        """The settings as the layout of a run holds them."""
+        return msgspec.json.encode(
+            _Stored(self.rule.name, self.lr, self.momentum, self.preset)
+        ).decode()
 
-    def resume(self, header: Header) -> None:
-        """The clock of the run is that of the state that was loaded."""
-        self.rounds, self.tokens, self.ledger = header.rounds, header.tokens, header.ledger
-        self.steps = header.rounds * self.period if header.steps is None else header.steps
-
-    def tick(self, manifest: Manifest) -> None:
-        """A round was committed: the run has gone as far as the furthest of its members."""
-        notes = [m.header for m in manifest.members if isinstance(m.header, MemberNote)]
-        self.steps += max((each.steps for each in notes), default=self.period)
-        self.tokens += sum(each.tokens for each in notes)
-
-    def step(self, gradient: Floats) -> None:
-        """One step of the outer optimiser.
-
-        The gradient is where we were minus where we are, so lr 1 without momentum lands on the
-        mean of the replicas.
-        """
-        self.step_part(0, gradient)
-        self.rounds += 1
-
-    def step_part(self, first: int, gradient: Floats) -> None:
-        """The step of the values from `first` on: any part at any time, each once."""
-        terms = self.terms
-        lr, beta = value_at(terms.lr, self.rounds), value_at(terms.beta, self.rounds)
-        for start in range(0, gradient.size, _SLICE):
-            g = gradient[start : start + _SLICE]
-            at = slice(first + start, first + start + g.size)
-            terms.rule.step(self.values[at], self.momentum[at], g, lr, beta)
-
-    def rows(self, row: Floats) -> list[Floats]:
-        """`row`, of all values, as one view for each parameter."""
-        return [row[slot.start : slot.stop].reshape(slot.shape) for slot in self.slots]
+    def take(self, text: str) -> OuterConfig:
+        """The settings of a run, if none were given here. Raises ValidationError if they differ."""
+        theirs = _STORED.decode(text)
+        if self.is_open:
+            if theirs.rule not in RULES:
+                raise ValidationError("outer", None, f"the run began with {theirs.rule!r}")
+            rule = RULES[theirs.rule]
+            return OuterConfig(theirs.lr, theirs.momentum, rule, theirs.preset, is_open=True)
+        if self.preset and theirs.preset != self.preset:
+            began = repr(theirs.preset) if theirs.preset else "none"
+            label = OuterConfig(theirs.lr, theirs.momentum).description
+            raise ValidationError("preset", self.preset, f"the run began with {began}: {label}")
+        for setting, ours, other in (
+            ("outer_lr", self.lr, theirs.lr),
+            ("outer_momentum", self.momentum, theirs.momentum),
+        ):
+            if ours != other:
+                label = show(ours) if isinstance(ours, tuple) else ours  # type: ignore[assignment]
+                raise ValidationError(setting, label, f"the run began with {show(other)}")
+        if self.rule.name != theirs.rule:
+            raise ValidationError("outer", self.rule.name, f"the run began with {theirs.rule!r}")
+        return self._replace(preset=theirs.preset)
 
 
-def split(
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    parts: int,
-    lr: ByRound = 0.7,
-    beta: ByRound = 0.9,
-) -> list[Fragment]:
-    """Fragments of about equal size; every parameter is in exactly one of them."""
-    sizes = [int(np.prod(shape)) for _, shape in shapes]
-    members: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    # Largest first to the emptiest: within a few percent of even for real models.
-    for at in sorted(range(len(shapes)), key=lambda at: (-sizes[at], at)):
-        emptiest = loads.index(min(loads))
-        members[emptiest].append(at)
-        loads[emptiest] += sizes[at]
-    if not all(members):
-        raise ValidationError(
-            "fragments", parts, f"expected at most {len(shapes)}, one for each parameter"
-        )
-    return [Fragment(_slots(shapes, sorted(indexes)), lr, beta) for indexes in members]
-
-
-def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], indexes: Sequence[int]) -> list[Slot]:
-    slots, start = [], 0
-    for at in indexes:
-        name, shape = shapes[at]
-        stop = start + int(np.prod(shape))
-        slots.append(Slot(name, tuple(shape), start, stop))
-        start = stop
-    return slots
-
-
-class Header(msgspec.Struct, frozen=True):
-    """What saved values belong to. `process` of `processes` carries them."""
-
-    slots: list[Slot]
-    rounds: int
-    lr: float
-    beta: float
-    digest: str
-    has_momentum: bool
-    process: int = 0
-    processes: int = 1
-    steps: int | None = None
-    tokens: float = 0.0
-    ledger: str = ""
-    # Instead of `lr` and `beta` where they change from round to round.
-    lr_by_round: tuple[tuple[int, float], ...] = ()
-    beta_by_round: tuple[tuple[int, float], ...] = ()
-    rule: str = "nesterov"
+class _Stored(msgspec.Struct, frozen=True):
+    rule: str
+    lr: ByRound
+    momentum: ByRound
     preset: str = ""
 
+
+_STORED = json_decoder(_Stored)
+
+
+class OuterRows:
+    """What one process carries of a fragment, as rows by name, and its outer step.
+
+    A mean is that of pseudo-gradients: where a replica was minus where it is, so a rate of 1
+    without momentum lands on the mean of the replicas.
+    """
+
+    is_wanted = True
+
+    def __init__(self, size: int, config: OuterConfig, fragments: int = 1) -> None:
+        """`fragments` of the run: they take turns, and schedules count the turns."""
+        self.rows: dict[str, Floats] = {VALUES: np.zeros(size, np.float32)}
+        self._fragments = fragments
+        self.configure(config)
+
     @property
-    def terms(self) -> OuterTerms:
-        """Those of the run; the rule of a program is known to it by its name only."""
-        rule = RULES.get(self.rule) or _Named(self.rule)
-        return OuterTerms(
-            self.lr_by_round or self.lr, self.beta_by_round or self.beta, rule, self.preset
-        )
+    def values(self) -> Floats:
+        return self.rows[VALUES]
+
+    def configure(self, config: OuterConfig) -> None:
+        """Another rule begins with other rows."""
+        self._config = config
+        for name in [each for each in self.rows if each not in (VALUES, *config.rule.state)]:
+            del self.rows[name]
+        for name in config.rule.state:
+            if name not in self.rows:
+                self.rows[name] = np.zeros_like(self.values)
+
+    def room(self, start: int, size: int) -> None:
+        """Means go into the step alone."""
+        return None
+
+    def step(self, round: int, start: int, mean: Floats) -> None:
+        """Step the values of the rows from `start` on. `mean` is left alone."""
+        config, number = self._config, round // self._fragments
+        turn = OuterTurn(number, value_at(config.lr, number), value_at(config.momentum, number))
+        for first in range(0, mean.size, SLICE):
+            gradient = mean[first : first + SLICE]
+            at = slice(start + first, start + first + gradient.size)
+            config.rule.step({name: row[at] for name, row in self.rows.items()}, gradient, turn)
 
 
-class _Named:
-    """A rule that is not here: only its name is known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def step(
-        self, values: Floats, momentum: Floats, gradient: Floats, lr: float, beta: float
-    ) -> None:
-        raise ValidationError("outer", None, f"the run began with {self.name!r}")
-
-
-_HEADER = json_decoder(Header)
-
-
-def header_of(fragment: Fragment, digest: str = "", *, is_complete: bool = False) -> Header:
-    share = fragment.share
-    part = (0, 1) if is_complete else (share.process, share.processes)
-    terms = fragment.terms
-    return Header(
-        list(fragment.slots),
-        fragment.rounds,
-        value_at(terms.lr, 0),
-        value_at(terms.beta, 0),
-        digest,
-        fragment.has_momentum,
-        *part,
-        fragment.steps,
-        fragment.tokens,
-        fragment.ledger,
-        lr_by_round=terms.lr if isinstance(terms.lr, tuple) else (),
-        beta_by_round=terms.beta if isinstance(terms.beta, tuple) else (),
-        rule=terms.rule.name,
-        preset=terms.preset,
-    )
-
-
-def to_bytes(fragment: Fragment) -> bytes:
-    """What the fragment holds as bytes, with a header that says what they are."""
-    rows = [fragment.values]
-    # At the start there is no momentum, and every replica uploads or compares that state.
-    if fragment.has_momentum:
-        rows.append(fragment.momentum)
-    body = b"".join(row.astype("<f4", copy=False).tobytes() for row in rows)
-    header = msgspec.json.encode(header_of(fragment, hashlib.sha256(body).hexdigest()))
-    return b"".join([_LENGTH.pack(len(header)), header, body])
-
-
-def load_bytes(fragment: Fragment, data: bytes | memoryview, run: str = "") -> None:
-    """Load what `to_bytes` wrote; if it does not fit, nothing is changed.
-
-    Raises ValidationError for another model or other settings, ValueError for damaged bytes.
-    """
-    view = memoryview(data).cast("B")
-    try:
-        (length,) = _LENGTH.unpack_from(view)
-        header = _HEADER.decode(view[8 : 8 + length])
-    except (struct.error, msgspec.MsgspecError) as error:
-        raise ValueError(f"not a checkpoint of global parameters: {error}") from error
-    check_same(header, fragment, run)
-    ours = (fragment.share.process, fragment.share.processes)
-    if (header.process, header.processes) != ours:
+def read_rule(rule: str | OuterRule) -> OuterRule:
+    """Raises ValidationError for what is not a rule."""
+    if not isinstance(rule, str):
+        is_named = isinstance(getattr(rule, "name", None), str)
+        if is_named and callable(getattr(rule, "step", None)) and hasattr(rule, "state"):
+            return rule
         raise ValidationError(
-            "state",
-            f"of process {header.process} of {header.processes}",
-            f"expected that of process {ours[0]} of {ours[1]}; a run in the store goes on with any",
+            "outer",
+            type(rule).__name__,
+            "expected a name, state and a step(), see atoll.diloco.OuterRule",
         )
-    body = view[8 + length :]
-    size = fragment.values.size
-    if len(body) != 4 * size * (2 if header.has_momentum else 1):
-        raise ValueError(f"a checkpoint with {len(body)} bytes of parameters is cut short")
-    if hashlib.sha256(body).hexdigest() != header.digest:
-        raise ValueError("a checkpoint's bytes do not match its digest")
-    row = np.frombuffer(body, "<f4")
-    fragment.values[:] = row[:size]
-    fragment.momentum[:] = row[size:] if header.has_momentum else 0
-    fragment.resume(header)
+    if rule not in RULES:
+        raise ValidationError("outer", rule, "expected " + " or ".join(map(repr, RULES)))
+    return RULES[rule]
 
 
-def check_same(header: Header, fragment: Fragment, run: str = "") -> None:
-    """Raises ValidationError naming the first parameter, or setting, that is not the run's.
-
-    A fragment of which nobody said what its terms are takes those of the run.
-    """
-    advice = f"; run_id {run!r} is in use, another model needs another one" if run else ""
-    for their, our in zip(header.slots, fragment.slots, strict=False):
-        plain = plain_name(their.name)
-        names = (their.name, plain, plain.removeprefix("module."))
-        if our.name not in names or their[1:] != our[1:]:
+def read_by_round(field: str, value: Any, high: float) -> ByRound:
+    """`value` as a number, or as pairs in the order of their rounds. Raises ValidationError."""
+    if not isinstance(value, list | tuple):
+        check_number(field, value, 0, high)
+        return float(value)
+    points: list[tuple[int, float]] = []
+    for pair in value:
+        is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], int) or pair[0] < 0:
             raise ValidationError(
-                "model", _label(our), f"the run has {_label(their)} there{advice}"
+                field, pair, "expected (round, value), as in [(0, 0.5), (20, 0.9)]"
             )
-    if len(header.slots) != len(fragment.slots):
-        count = len(fragment.slots)
-        raise ValidationError("model", count, f"the run has {len(header.slots)} parameters{advice}")
-    # Replicas with other settings would take other steps from the same means and drift apart.
-    theirs, ours = header.terms, fragment.terms
-    if ours.is_open:
-        fragment.terms = theirs._replace(is_open=True)
-        if isinstance(theirs.rule, _Named):
-            raise ValidationError("outer", None, f"the run began with {theirs.rule.name!r}")
-        return
-    if ours.preset and theirs.preset != ours.preset:
-        began = repr(theirs.preset) if theirs.preset else "none"
-        raise ValidationError(
-            "preset", ours.preset, f"the run began with {began}: {theirs.description}"
-        )
-    for setting, value, other in (
-        ("outer_lr", ours.lr, theirs.lr),
-        ("outer_momentum", ours.beta, theirs.beta),
-    ):
-        if value != other:
-            label = show(value) if isinstance(value, tuple) else value
-            raise ValidationError(setting, label, f"the run began with {show(other)}")
-    if ours.rule.name != theirs.rule.name:
-        raise ValidationError("outer", ours.rule.name, f"the run began with {theirs.rule.name!r}")
+        check_number(field, pair[1], 0, high)
+        if points and pair[0] <= points[-1][0]:
+            raise ValidationError(field, pair, f"expected a round after {points[-1][0]}")
+        points.append((pair[0], float(pair[1])))
+    if not points:
+        raise ValidationError(field, value, "expected a number, or (round, value) pairs")
+    return tuple(points)
 
 
-def _label(slot: Slot) -> str:
-    return f"{slot.name} {list(slot.shape)}"
+def value_at(by_round: ByRound, number: int) -> float:
+    """The value in the round with this number."""
+    if not isinstance(by_round, tuple):
+        return by_round
+    after = bisect_right([point[0] for point in by_round], number)
+    if after == 0 or after == len(by_round):
+        return by_round[max(0, after - 1)][1]
+    (start, low), (stop, high) = by_round[after - 1 : after + 1]
+    return low + (high - low) * (number - start) / (stop - start)
+
+
+def show(by_round: ByRound) -> str:
+    if not isinstance(by_round, tuple):
+        return f"{by_round:g}"
+    return ", ".join(f"{value:g} at round {number}" for number, value in by_round)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from atoll.core.errors import BackendError, NotFound, ValidationError
-from atoll.diloco.allreduce import wire
-from atoll.diloco.allreduce.team import Team, lead, together
+from atoll.diloco.group import Processes, from_leader, gather
+from atoll.diloco.round import cells
 from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.diloco")
 
 MAX_COPIES = 2  # of each rank
-KIND = b"INNR"
 Extras = Mapping[str, Any]
 
 _KEY = re.compile(r"inner/(\d{5})/((\d{8})\.(\d{12})\.[0-9a-f]{16}\.(\d{1,5}))/(\d{1,5})")
@@ -54,14 +53,14 @@ class OwnState:
 
     def __init__(
         self,
-        blobs: ObjectStore,
+        store: ObjectStore,
         run: str,
         rank: int,
-        team: Team,
+        group: Processes,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        self._blobs, self._run, self._rank = blobs, run, rank
-        self._team, self._optimizers = team, optimizers
+        self._store, self._run, self._rank = store, run, rank
+        self._group, self._optimizers = group, optimizers
         self._make: Callable[[], Extras] | None = None
         self._last: tuple[int, int] | None = None  # round and step of the newest copy made here
         self.is_retained = False
@@ -77,9 +76,10 @@ class OwnState:
 
     def save(self, round: int, step: int) -> None:
         """The newest copy is of now. Raises what the store raises."""
-        team, nonce = self._team, lead(self._team, lambda: secrets.token_hex(8))
-        name = f"{round:08d}.{step:012d}.{nonce}.{team.processes}"
-        key = f"{self._run}/inner/{self._rank:05d}/{name}/{team.process}"
+        group = self._group
+        nonce = from_leader(group, lambda: secrets.token_hex(8))
+        name = f"{round:08d}.{step:012d}.{nonce}.{group.processes}"
+        key = f"{self._run}/inner/{self._rank:05d}/{name}/{group.process}"
 
         def pack() -> list[bytes | memoryview]:
             body = _dumped(
@@ -89,19 +89,16 @@ class OwnState:
                     "extras": self._packed_extras(),
                 }
             )
-            pieces: list[bytes | memoryview] = [
-                wire.frame_header(KIND, wire.fence(key), body),
-                body,
-            ]
-            if team.process:
-                self._blobs.put(key, pieces)
+            pieces = seal(key, body)
+            if group.process:
+                self._store.put(key, pieces)
             return pieces
 
         retained: list[list[bytes | memoryview]] = []
-        together(team, lambda: retained.append(pack()))
-        lead(team, lambda: self._blobs.put(key, retained[0]))
+        gather(group, lambda: retained.append(pack()))
+        from_leader(group, lambda: self._store.put(key, retained[0]))
         self._last = (round, step)
-        lead(team, self._sweep)
+        from_leader(group, self._sweep)
 
     def save_if_retained(self, round: int, step: int) -> None:
         """As `save`, but a store that fails is only told of."""
@@ -118,7 +115,7 @@ class OwnState:
         `keeps_groups`: learning rates and the like stay as the script has them. Returns why there
         is nothing to restore, where others, or other processes, have copies.
         """
-        copies, others = lead(self._team, self._list)
+        copies, others = from_leader(self._group, self._list)
         reason = f"others have copies, rank {self._rank} has none" if others else None
         for copy in reversed(copies):
             try:
@@ -130,20 +127,34 @@ class OwnState:
             return None
         return reason
 
+    def restore_newest(self, round: int, *, keeps_groups: bool) -> list[str]:
+        """As `restore`, in a run that has done rounds; returns what to warn of."""
+        reason, rank = self.restore(keeps_groups=keeps_groups), self._rank
+        if self.restored is not None:
+            text = "inner optimiser and random numbers of rank %d as of round %d, step %d"
+            known = (rank, self.restored.round, self.restored.step, round)
+            log.info(text + "; the run is at round %d", *known)
+        elif reason is not None:
+            return [f"the inner optimiser of rank {rank} begins again in round {round}: {reason}"]
+        else:
+            text = "the inner optimiser of rank %d begins again in round %d: no copy was kept"
+            log.info(text, rank, round)
+        return []
+
     def _load(self, copy: OwnCopy, *, keeps_groups: bool) -> Extras | None:
-        if copy.processes != self._team.processes:
-            raise Unfit(f"its copy is of {copy.processes} processes, not {self._team.processes}")
+        if copy.processes != self._group.processes:
+            raise Unfit(f"its copy is of {copy.processes} processes, not {self._group.processes}")
 
         def read() -> Any:
-            key = f"{self._run}/inner/{self._rank:05d}/{copy.name}/{self._team.process}"
+            key = f"{self._run}/inner/{self._rank:05d}/{copy.name}/{self._group.process}"
             try:
-                return _loaded(wire.unseal(KIND, wire.fence(key), self._blobs.get(key)))
+                return _loaded(unseal(key, self._store.get(key)))
             except (NotFound, ValueError, pickle.UnpicklingError, RuntimeError) as error:
                 return f"its copy of step {copy.step} cannot be read: {error}"
 
         state = read()
         problems = [_misfit(state, self._optimizers)]
-        problem = next(filter(None, together(self._team, lambda: problems[0])), "")
+        problem = next(filter(None, gather(self._group, lambda: problems[0])), "")
         if problem:
             raise Unfit(problem)
         for optimizer, part in zip(self._optimizers, state["optimizers"], strict=True):
@@ -170,15 +181,15 @@ class OwnState:
     def _list(self) -> tuple[list[OwnCopy], bool]:
         """The whole copies of this rank, oldest first, and whether other ranks have any."""
         copies, others = [], False
-        for blob in self._blobs.list(f"{self._run}/inner"):
-            match = _KEY.search(blob.key)
+        for info in self._store.list(f"{self._run}/inner"):
+            match = _KEY.search(info.key)
             if match is None:
                 continue
             if int(match[1]) != self._rank:
                 others = True
             elif match[6] == "0":  # the last part to be written
                 copy = OwnCopy(int(match[3]), int(match[4]), match[2], int(match[5]))
-                copies.append((copy.round, copy.step, blob.modified, copy))
+                copies.append((copy.round, copy.step, info.modified, copy))
         return [each[-1] for each in sorted(copies)], others
 
     def _sweep(self) -> None:
@@ -186,14 +197,29 @@ class OwnState:
         copies = self._list()[0][-MAX_COPIES:]
         names = {copy.name for copy in copies}
         doomed = [
-            blob.key
-            for blob in self._blobs.list(f"{self._run}/inner/{self._rank:05d}")
-            if (match := _KEY.search(blob.key)) and match[2] not in names
+            info.key
+            for info in self._store.list(f"{self._run}/inner/{self._rank:05d}")
+            if (match := _KEY.search(info.key)) and match[2] not in names
         ]
         try:
-            self._blobs.delete(doomed)
+            self._store.delete(doomed)
         except BackendError as error:
             log.warning("old copies were not deleted, the next time they will be: %s", error)
+
+
+def seal(key: str, body: memoryview) -> list[bytes | memoryview]:
+    """The body behind a table of one cell: its checksum, and the place that it is for."""
+    return [cells.pack_table(cells.place_of(key), [body]), body]
+
+
+def unseal(key: str, data: memoryview) -> memoryview:
+    """The body of a copy. Raises ValueError if it is damaged, or of another place."""
+    size = cells.table_size(1)
+    table = cells.unpack_table(cells.place_of(key), data[:size], 1)
+    body = data[size:]
+    if [body.nbytes] != list(table.lengths) or cells.checksum(body) != table.checksums[0]:
+        raise ValueError("its checksum does not match")
+    return body
 
 
 def _dumped(state: Any) -> memoryview:

@@ -71,10 +71,8 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 def flatten(tensors: Sequence[Any], row: Vector) -> None:
     """Write the tensors one after the other into `row`, which is as long as they are together."""
+    check_range(tensors)
     dtypes = set(map(DTYPE, tensors))
-    if any(dtype.itemsize > 4 for dtype in dtypes):
-        for index, tensor in enumerate(tensors):
-            _check_range(index, tensor)
     if _are_here(tensors) and all(name_of(dtype) in CAT_DTYPES for dtype in dtypes):
         import torch
 
@@ -83,6 +81,13 @@ def flatten(tensors: Sequence[Any], row: Vector) -> None:
     elif tensors:
         arrays = [_numpy(t) for t in tensors] if _have_torch(tensors) else tensors
         np.concatenate(arrays, axis=None, out=row, casting="same_kind")
+
+
+def check_range(tensors: Sequence[Any]) -> None:
+    """Raises ValidationError for a value that float32 does not hold."""
+    if any(dtype.itemsize > 4 for dtype in set(map(DTYPE, tensors))):
+        for index, tensor in enumerate(tensors):
+            _check_range(index, tensor)
 
 
 def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.team import Team
-from atoll.diloco.terms import ByRound, OuterRule, OuterTerms, read_by_round, read_rule
+from atoll.diloco.group import Processes
+from atoll.diloco.outer import ByRound, OuterConfig, OuterRule, read_by_round, read_rule
 
 # Momentum that remembers about as much as there is to remember: 1 - 1 / (2 + round / 20), to 0.9.
 WARM_UP = ((0, 0.5), (10, 0.6), (20, 0.667), (40, 0.75), (80, 0.833), (160, 0.9))
@@ -41,8 +41,8 @@ class OuterPreset:
 
 
 def default() -> OuterPreset:
-    """What a `DiLoCo` without a preset does: chosen by measurement, see docs/diloco.md."""
-    return OuterPreset("", "docs/diloco.md", outer_momentum=WARM_UP)
+    """What a `DiLoCo` without a preset does: chosen by measurement, see docs/evidence.md."""
+    return OuterPreset("", "docs/evidence.md", outer_momentum=WARM_UP)
 
 
 def diloco() -> OuterPreset:
@@ -133,7 +133,7 @@ class LoopSettings:
     """What a `DiLoCo` does: the preset, with the arguments that were given in its place."""
 
     sync_every: int
-    terms: OuterTerms
+    outer: OuterConfig
     fragments: int
     overlap_steps: int
     mix: float
@@ -147,8 +147,8 @@ def read_settings(
 ) -> LoopSettings:
     """Raises ValidationError naming the argument that does not fit.
 
-    `given`: the arguments of `DiLoCo`, None where there is none; `parameters`: how many the model
-    has, as there cannot be more fragments.
+    `overrides`: the arguments of `DiLoCo`, None where there is none; `parameters`: how many the
+    model has, as there cannot be more fragments.
     """
     base = read_preset(preset)
     chosen = replace(
@@ -184,7 +184,7 @@ def read_settings(
     is_open = preset is None and all(overrides.get(name) is None for name in header)
     return LoopSettings(
         sync_every,
-        OuterTerms(lr, beta, rule, base.name, is_open),
+        OuterConfig(lr, beta, rule, base.name, is_open),
         fragments,
         overlap,
         0.0 if is_retained else float(chosen.mix),
@@ -194,16 +194,16 @@ def read_settings(
     )
 
 
-def refuse_unlike(team: Team, settings: LoopSettings, run: str) -> None:
+def refuse_unlike(group: Processes, settings: LoopSettings, run: str) -> None:
     """Raises ValidationError in all processes of a replica if one of them has other settings.
 
-    They would wait for each other in different rounds. The terms are those of the run: they are
-    compared with its start.
+    They would wait for each other in different rounds. The outer settings are those of the run:
+    they are compared with it.
     """
     names = ("sync_every", "fragments", "overlap_steps", "mix", "codec", "down_codec")
     values = {name: getattr(settings, name) for name in names} | {"run_id": run}
     # A codec of the caller's own is known by its name.
-    messages = team.share({name: getattr(each, "name", each) for name, each in values.items()})
+    messages = group.gather({name: getattr(each, "name", each) for name, each in values.items()})
     for process, message in enumerate(messages):
         for name, value in message.items():
             if value != messages[0][name]:

@@ -1,14 +1,13 @@
 """What replicas tell each other in their first rounds, so that a script that trains wrong is named.
 
-A note travels in the name of an upload, so that everybody has it from the manifest: either digests
-of how the replica moved, of the data it read, of its buffers and of what is not trained, or which
-parameter is not finite.
+It travels in the header of an upload, and from there in the manifest: digests of how the replica
+moved, of the data it read, of its buffers and of what is not trained; or which parameter is not
+finite.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,15 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.work import Values
-from atoll.diloco.outer import Floats, Fragment
-from atoll.diloco.pieces import (
-    fingerprint,
-    local_tensor,
-    plain_parameters,
-    read_piece,
-    unwrapped,
-)
+from atoll.diloco.model import ModelFragment
+from atoll.diloco.outer import Floats
+from atoll.diloco.parameters import local_tensor, plain_parameters, unwrapped
+from atoll.diloco.sharding import fingerprint, read_block
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +29,6 @@ _PART = 1 << 16  # values that are summed at a time
 _NOTHING = "0"
 _MASK = (1 << 64) - 1
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_PROBE = re.compile(r"p([0-9a-f]{12}|0)-([0-9a-f]{12}|0)-([0-9a-f]{12}|0)(?:-([0-9a-f]{12}))?")
-_BAD = re.compile(r"x(\d{1,6})")
 
 Sums = tuple[int, int]
 # Of the blocks that a process holds: the parameter's index, offset and lengths, and the sum.
@@ -46,79 +38,44 @@ Blocks = dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]
 class ReplicaProbe(NamedTuple):
     """Digests of one replica; "0" where there is nothing to compare."""
 
-    pseudo_gradient: str
-    data: str
-    buffers: str
+    moved: str = _NOTHING
+    batches: str = _NOTHING
+    buffers: str = _NOTHING
     frozen: str = _NOTHING
 
-    @property
-    def note(self) -> str:
-        more = "" if self.frozen == _NOTHING else f"-{self.frozen}"
-        return f"p{self.pseudo_gradient}-{self.data}-{self.buffers}{more}"
 
-
-def read_probe(note: str) -> ReplicaProbe | None:
-    match = _PROBE.fullmatch(note)
-    return ReplicaProbe(*match.groups(_NOTHING)) if match else None
-
-
-def note_bad(slot: int) -> str:
-    """The note of a replica whose movement is not finite, first in this parameter."""
-    return f"x{slot}"
-
-
-def read_bad(note: str) -> int | None:
-    match = _BAD.fullmatch(note)
-    return int(match[1]) if match else None
-
-
-def first_bad(fragment: Fragment, row: Floats) -> int | None:
-    """The index of the first parameter with a NaN or an infinity in this process's row of it."""
-    # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
-    if not row.size or (np.isfinite(row.min()) and np.isfinite(row.max())):
+def read_probe(sums: Mapping[str, str]) -> ReplicaProbe | None:
+    """What the sums of a member say; None if it told nothing to compare."""
+    if "moved" not in sums:
         return None
-    bad = [
-        fragment.slots.index(slot)
-        for slot, start, stop in fragment.spans()
-        if not np.isfinite(row[start:stop]).all()
-    ]
-    return min(bad)
+    return ReplicaProbe(*(sums.get(name, _NOTHING) for name in ReplicaProbe._fields))
 
 
-def check_parts(
-    fragment: Fragment, pseudo_gradient: Values, *, is_summed: bool
-) -> tuple[int | None, Sums]:
-    """As `first_bad` and `row_sums`, for a row that comes part by part."""
-    bad: int | None = None
-    total = placed = 0
+class RowProbe:
+    """Looks at a pseudo-gradient as it comes, part by part of a row.
 
-    def take(start: int, part: Floats) -> None:
-        nonlocal bad, total, placed
+    `bad`: the first parameter with a NaN or an infinity. `sums` over the values of this process add
+    up over processes, however the replica is cut.
+    """
+
+    def __init__(self, fragment: ModelFragment, *, is_summed: bool) -> None:
+        self._fragment, self._is_summed = fragment, is_summed
+        self.bad: int | None = None
+        self._total = self._placed = 0
+
+    def take(self, start: int, part: Floats) -> None:
+        # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
         if part.size and not (np.isfinite(part.min()) and np.isfinite(part.max())):
-            at = fragment.share.location(start + int(np.flatnonzero(~np.isfinite(part))[0]))
-            slot = next(i for i, slot in enumerate(fragment.slots) if at < slot.stop)
-            bad = slot if bad is None else min(bad, slot)
-        if is_summed:
-            one, other = _part_sums(fragment, start, part)
-            total, placed = total + one, placed + other
+            first = start + int(np.flatnonzero(~np.isfinite(part))[0])
+            found = self._fragment.index_at(self._fragment.share.start + first)
+            self.bad = found if self.bad is None else min(self.bad, found)
+        if self._is_summed:
+            total, placed = _sums(self._fragment.share.start + start, part)
+            self._total, self._placed = self._total + total, self._placed + placed
 
-    pseudo_gradient(take)
-    return bad, (total & _MASK, placed & _MASK)
-
-
-def row_sums(fragment: Fragment, row: Floats) -> Sums:
-    """Two sums over the values of this process: they add up over processes, however it is cut."""
-    total, placed = _part_sums(fragment, 0, row)
-    return total & _MASK, placed & _MASK
-
-
-def _part_sums(fragment: Fragment, begin: int, part: Floats) -> Sums:
-    """Of the part of a row that begins there."""
-    total = placed = 0
-    for start, stop, at in fragment.share.locations(begin, begin + part.size):
-        one, other = _sums(start, part[at - begin : at - begin + stop - start])
-        total, placed = total + one, placed + other
-    return total, placed
+    @property
+    def sums(self) -> Sums:
+        return self._total & _MASK, self._placed & _MASK
 
 
 def _sums(first: int, values: Floats) -> Sums:
@@ -217,9 +174,9 @@ def frozen_sums(model: torch.nn.Module) -> Blocks:
         mesh = getattr(value, "device_mesh", None)
         ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
         with suppress(ValidationError):  # cut in a way in which it could not be trained
-            piece = read_piece(name, value, ranks)
-            if piece.size:
-                sums[at, piece.offset, piece.lengths] = fingerprint(local)[0]
+            block = read_block(name, value, ranks)
+            if block.size:
+                sums[at, block.offset, block.lengths] = fingerprint(local)[0]
     return sums
 
 
@@ -237,23 +194,23 @@ def compare(
 ) -> list[tuple[str, str]]:
     """What is wrong in a world with these probes, as kind and sentence; `rank` is this replica."""
     messages = []
-    moved = _groups(probes, lambda probe: probe.pseudo_gradient)
+    moved = _groups(probes, lambda probe: probe.moved)
     for ranks in moved:
         messages.append(
             (
-                "identical movement",
-                f"ranks {_and(ranks)} moved identically: they train on the same data with the same "
-                "random numbers, so that together they learn what one would. Give each replica "
-                "data of its own (diloco.shard(...), or by diloco.config.rank)",
+                "identical pseudo-gradients",
+                f"ranks {_and(ranks)} have identical pseudo-gradients: they train on the same data "
+                "with the same random numbers, so that together they learn what one would. Give "
+                "each replica data of its own (diloco.data(...), or by diloco.config.rank)",
             )
         )
-    for ranks in _groups(probes, lambda probe: probe.data):
+    for ranks in _groups(probes, lambda probe: probe.batches):
         if not any(set(ranks) <= set(each) for each in moved):
             messages.append(
                 (
                     "identical data",
                     f"ranks {_and(ranks)} were given the same batches. Give each replica data of "
-                    "its own (diloco.shard(...), or by diloco.config.rank)",
+                    "its own (diloco.data(...), or by diloco.config.rank)",
                 )
             )
     if rank in probes and _is_unlike(probe.buffers for probe in probes.values()):

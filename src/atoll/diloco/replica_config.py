@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.allreduce.start import least_of, read_launch
+from atoll.diloco.start import find_min_replicas
 from atoll.objectstore import ObjectStore
 
 _MANY = 10**6
@@ -20,15 +19,19 @@ RANK = ("ATOLL_RANK", "REPLICA_RANK", "RANK")
 # The largest size comes first: tensors are cut into that many shares, which must not change while
 # the world grows and shrinks.
 WORLD = ("ATOLL_WORLD_MAX", "ATOLL_WORLD_TARGET", "WORLD_SIZE")
-MINIMUM = ("ATOLL_WORLD_MIN",)
 URI = "ATOLL_RENDEZVOUS_URI"
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class ReplicaConfig(NamedTuple):
     rank: int
     world_size: int
     min_replicas: int
-    uri: str | ObjectStore | None  # None: alone, nothing is sent
+    uri: str | ObjectStore | None  # None: alone, nothing is stored
+
+    def open_store(self) -> ObjectStore | None:
+        is_open = self.uri is None or isinstance(self.uri, ObjectStore)
+        return self.uri if is_open else ObjectStore.open(self.uri)  # type: ignore[return-value,arg-type]
 
 
 def find_replica_config(
@@ -51,14 +54,7 @@ def find_replica_config(
     world_size = _number("world_size", world_size, WORLD[:last], 1, 1)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
-    launch = read_launch(world_size)
-    if min_replicas is None and launch is not None:
-        minimum = least_of(launch)
-    else:
-        if min_replicas is not None:
-            check_int("min_replicas", min_replicas, 1, world_size)
-        half = (world_size + 1) // 2
-        minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, half), world_size)
+    minimum = find_min_replicas(min_replicas, world_size)
     if uri is None and world_size > 1:
         raise ValidationError(
             "uri", None, f"{world_size} replicas need a store to meet in: pass uri= or set {URI}"
@@ -66,58 +62,12 @@ def find_replica_config(
     return ReplicaConfig(rank, world_size, minimum, uri)
 
 
-def fragment_run(run_id: str | None, at: int, count: int) -> str:
-    """The name of a fragment's own run in the store."""
+def read_run_id(run_id: str | None) -> str:
+    """The name of the run: its folder in the store."""
     name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
-    return name if count == 1 else f"{name}.{at}-of-{count}"
-
-
-class RunHome(NamedTuple):
-    """Where the objects of the whole run are: in the store, in the folder `run`."""
-
-    blobs: ObjectStore
-    run: str
-    name: str  # of the run: a part of it has more in its folder's name
-
-
-def find_home(
-    config: ReplicaConfig,
-    count: int,
-    run_id: str | None,
-    allreduce: ObjectStoreAllReduce | None = None,
-) -> RunHome | None:
-    """The home of a run with `count` fragments, or of `allreduce`; None without a store."""
-    if allreduce is not None:
-        return RunHome(allreduce.blobs, allreduce.keys.run, allreduce.keys.run)
-    if config.uri is None:
-        return None
-    blobs = config.uri if isinstance(config.uri, ObjectStore) else ObjectStore.open(config.uri)
-    return RunHome(blobs, fragment_run(run_id, 0, count), fragment_run(run_id, 0, 1))
-
-
-def check_fragments(folders: Iterable[str], run_id: str | None, count: int) -> None:
-    """Raises ValidationError if the run is in the store with another number of fragments."""
-    name, counts = fragment_run(run_id, 0, 1), _counts(folders, run_id)
-    if counts and count not in counts:
-        raise ValidationError("fragments", count, f"the run {name!r} has {min(counts)}")
-
-
-def refuse_mixed(folders: Iterable[str], run_id: str | None, count: int) -> None:
-    """Raises ValidationError if another replica has begun the run with other fragments."""
-    name, others = fragment_run(run_id, 0, 1), _counts(folders, run_id) - {count}
-    if others:
-        raise ValidationError(
-            "fragments",
-            count,
-            f"another replica began the run {name!r} with {min(others)}: all need the same, and a "
-            "run_id that no other number was tried with",
-        )
-
-
-def _counts(folders: Iterable[str], run_id: str | None) -> set[int]:
-    """The numbers of fragments that the run is in the store with."""
-    cut = re.compile(re.escape(fragment_run(run_id, 0, 1)) + r"(?:\.\d+-of-(\d+))?")
-    return {int(match[1] or 1) for match in map(cut.fullmatch, folders) if match}
+    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
+        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
+    return name
 
 
 def _number(field: str, value: int | None, names: tuple[str, ...], low: int, default: int) -> int:

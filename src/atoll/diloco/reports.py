@@ -1,14 +1,25 @@
-"""What the rounds of a replica cost, one by one and together."""
+"""What the rounds of a replica cost and say: to its script, and to the control plane."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from atoll.agent.metrics import report_round
+from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
+from atoll.diloco.round.objects import Manifest, Member
+from atoll.objectstore import Traffic
 
 log = logging.getLogger("atoll.diloco")
 
+# So many members tell the manifest; if all did, a round of 1,000 replicas would take 1,000 of them.
+TELLERS = 3
 _TOTALS = ("rounds", "bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
 
 
@@ -24,6 +35,28 @@ class RoundReport(NamedTuple):
     requests: int
     hidden_s: float  # the store worked while the model trained
     blocked_s: float  # the model did not train
+
+
+def make_report(
+    manifest: Manifest, weight: float, used: Traffic, hidden_s: float, blocked_s: float
+) -> RoundReport:
+    return RoundReport(
+        manifest.round // manifest.fragments,
+        manifest.round % manifest.fragments,
+        tuple(each.rank for each in manifest.members if read_bad(each.sums) is None),
+        weight,
+        used.bytes_up,
+        used.bytes_down,
+        used.requests,
+        hidden_s=hidden_s,
+        blocked_s=blocked_s,
+    )
+
+
+def read_bad(sums: Mapping[str, str]) -> int | None:
+    """The first parameter of a member's pseudo-gradient that is not finite."""
+    text = sums.get("bad", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 class RoundReports:
@@ -42,3 +75,61 @@ class RoundReports:
         log.info("%s", report)
         if self._on_round:
             self._on_round(report)
+
+
+def facts_of(manifest: Manifest, run: str, at: float | None = None) -> RoundFacts:
+    """What the manifest of a round says, as the control plane keeps it and shows it."""
+    members, fragments = manifest.members, manifest.fragments
+    return RoundFacts(
+        run=run,
+        fragment=manifest.round % fragments,
+        fragments=fragments,
+        round=manifest.round // fragments,
+        members=[member.rank for member in members],
+        weights=[member.weight for member in members],
+        missing=sorted(manifest.missing),
+        rejected=sorted({each.rank for each in manifest.refused}),
+        bad=[member.rank for member in members if read_bad(member.sums) is not None],
+        leaving=[member.rank for member in members if member.has_left],
+        sizes=[_size_of(member, manifest.size) for member in members],
+        tokens=sum(member.tokens for member in members),
+        steps=max((member.steps for member in members), default=0),
+        parameters=manifest.size or None,
+        at=at,
+    )
+
+
+def _size_of(member: Member, values: int) -> int:
+    """Bytes of an upload: codecs of fixed length need not tell them."""
+    return sum(map(sum, member.sections)) or 4 * values
+
+
+def send_round(
+    report: RoundReport,
+    manifest: Manifest,
+    run: str,
+    rank: int,
+    warnings: Sequence[str] = (),
+) -> None:
+    """The control plane, if there is one, learns what the round was and what it cost."""
+    try:
+        message = message_of(report, manifest, run, rank)
+        report_round(msgspec.to_builtins(replace(message, warnings=list(warnings))))
+    except Exception:  # it must never end a training
+        log.warning("round %d is not reported", report.round, exc_info=True)
+
+
+def message_of(report: RoundReport, manifest: Manifest, run: str, rank: int) -> ReportedRound:
+    """What this replica tells of a round."""
+    cost = RoundCost(
+        rank,
+        report.bytes_up,
+        report.bytes_down,
+        report.requests,
+        report.hidden_s,
+        report.blocked_s,
+    )
+    present = [member.rank for member in manifest.present]
+    is_told = rank in present[:TELLERS]
+    facts = facts_of(manifest, run, time.time()) if is_told else None
+    return ReportedRound(run, report.fragment, report.round, cost, facts)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport
-from atoll.diloco.allreduce.start import read_start
-from atoll.diloco.replica_config import find_replica_config, fragment_run
+from atoll.diloco.allreduce import AllReduceReport, ObjectStoreAllReduce
+from atoll.diloco.codecs import get_codec
+from atoll.diloco.replica_config import find_replica_config, read_run_id
 from atoll.diloco.torchft_state import Healer
 from atoll.objectstore import ObjectStore
 
@@ -54,11 +54,10 @@ class ObjectStoreManager:
     ) -> None:
         check_int("checkpoint_every", checkpoint_every, 1, 10**9)
         self._config = find_replica_config(uri, rank, world_size, min_replicas)
-        self._run = fragment_run(run_id, 0, 1)
-        config = self._config
-        start = read_start(config.world_size, config.min_replicas, min_replicas, grace_s)
+        self._run = read_run_id(run_id)
         self._options: dict[str, Any] = {
-            **{"codec": codec, "timeout_s": timeout, "grace_s": grace_s, "start": start}
+            **{"codec": codec, "timeout_s": timeout, "grace_s": grace_s},
+            "min_replicas": min_replicas,
         }
         self._checkpoint_every = checkpoint_every
         self._reducers: dict[int, ObjectStoreAllReduce] = {}
@@ -67,10 +66,11 @@ class ObjectStoreManager:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._step = 0
         self._has_joined = self._is_healing = self._is_checkpoint_due = False
+        self._has_missed = False
         self._sizes: dict[int, list[int]] = {}
         self._handed: list[int] = []  # elements of each tensor of this synchronisation so far
         self._batch: _Batch | None = None
-        self.last_round: ReduceReport | None = None
+        self.last_round: AllReduceReport | None = None
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -81,7 +81,7 @@ class ObjectStoreManager:
         """Load the state of the others where needed; each round decides who takes part."""
         if self._config.uri is None:
             return
-        self._is_healing = False
+        self._is_healing = self._has_missed = False
         if not self._has_joined:
             self._step, self._is_healing = self._healer.join(self._step)
             self._has_joined = True
@@ -128,8 +128,11 @@ class ObjectStoreManager:
 
         The codec of this manager decides what travels, whatever `should_quantize` says.
         """
-        if should_quantize and self._options["codec"] == "fp32":
-            log.warning("should_quantize is set, but the codec is fp32: nothing is quantised")
+        codec = get_codec(self._options["codec"])
+        if should_quantize and codec.is_exact:
+            log.warning(
+                "should_quantize is set, but the codec is %s: nothing is quantised", codec.name
+            )
         sizes = self._fragment_sizes()
         self._handed.append(tensor.numel())
         if sizes:
@@ -143,11 +146,17 @@ class ObjectStoreManager:
         return work
 
     def should_commit(self, *_: Any, **__: Any) -> bool:
-        """True once the round is committed; an error of the round is raised, not swallowed."""
+        """True once the round is committed; an error of the round is raised, not swallowed.
+
+        False if the run had a round before it that this replica's state does not have: torchft
+        keeps that state then, and the next quorum loads one that has all rounds.
+        """
         if self._batch is not None:
             self._batch.finish()
             self._batch = None
         self._handed.clear()
+        if self._has_missed:
+            return False
         self._step += 1
         report = self.last_round
         if report is not None and self._step % self._checkpoint_every == 0:
@@ -164,7 +173,8 @@ class ObjectStoreManager:
 
         if self._config.uri is None:
             return
-        reducer = self._reducer(self._turn())
+        turn = self._turn()
+        reducer = self._reducer(turn)
         values = [each.detach() for each in tensors]
         if self._is_healing:
             values = [torch.zeros_like(each) for each in values]
@@ -174,8 +184,11 @@ class ObjectStoreManager:
                 tensor.copy_(mean)
         self.last_round = report = reducer.last_round
         assert report is not None
-        # A replica that was left out asks the store before its next round: others may be further.
-        self._has_joined = report.is_member and not report.skipped
+        # A replica that was late asks the store before its next round: others may be further.
+        self._has_missed = report.round != self._healer.rounds.get(turn, 0)
+        self._has_joined = report.is_member and not self._has_missed
+        if not self._has_missed:
+            self._healer.rounds[turn] = report.round + 1
 
     def _turn(self) -> int:
         return self._step % max(1, len(self._healer.fragments()))
@@ -191,7 +204,6 @@ class ObjectStoreManager:
                 self._config.uri,
                 self._config.rank,
                 self._config.world_size,
-                min_replicas=self._config.min_replicas,
                 run_id=f"{self._run}.torchft-{at}",
                 **self._options,
             )

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import NotFound, Temporary, ValidationError
-from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, wire
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.own_state import seal, unseal
+from atoll.diloco.round.objects import parse_round
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ class Healer:
     ) -> None:
         self._folder, self._rank, self._timeout = f"{run}.torchft", rank, timeout
         self._reducer = reducer
+        self.rounds: dict[int, int] = {}  # of each fragment, that the state has
         self._load: dict[str, Callable[[Any], None]] = {}
         self._save: dict[str, Callable[[], Any]] = {}
 
@@ -56,13 +59,13 @@ class Healer:
 
         out = io.BytesIO()
         states = {key: save() for key, save in self._save.items()}
-        rounds = [self._reducer(at).round or 0 for at in range(self._streams())]
+        rounds = [self.rounds.get(at, 0) for at in range(self._streams())]
         torch.save({"step": step, "rounds": rounds, "states": states}, out)
         key = f"{self._folder}/{step:010d}"
-        blobs = self._reducer(0).blobs
-        blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), out.getvalue()))
-        checkpoints = [blob.key for blob in blobs.list(self._folder)]
-        blobs.delete(checkpoints[:-_MAX_CHECKPOINTS])
+        store = self._reducer(0).store
+        store.create(key, seal(key, out.getbuffer()))
+        checkpoints = [info.key for info in store.list(self._folder)]
+        store.delete(checkpoints[:-_MAX_CHECKPOINTS])
 
     def join(self, step: int) -> tuple[int, bool]:
         """The step to go on with, and whether this replica loaded another state for it.
@@ -93,16 +96,16 @@ class Healer:
         """The newest checkpoint that is whole, or None."""
         import torch
 
-        blobs = self._reducer(0).blobs
-        for blob in reversed(blobs.list(self._folder)):
+        store = self._reducer(0).store
+        for info in reversed(store.list(self._folder)):
             try:
-                body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), blobs.get(blob.key))
+                body = unseal(info.key, store.get(info.key))
                 checkpoint: dict[str, Any] = torch.load(
                     io.BytesIO(body), weights_only=True, map_location="cpu"
                 )
                 return checkpoint
             except (NotFound, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-                log.warning("checkpoint %s cannot be used: %s", blob.key, error)
+                log.warning("checkpoint %s cannot be used: %s", info.key, error)
         return None
 
     def _load_all(self, checkpoint: dict[str, Any]) -> bool:
@@ -113,8 +116,7 @@ class Healer:
         only = sorted(set(self._load) ^ set(states))
         if only:
             raise ValidationError("state_dict", only, "the run's first replica differs in these")
-        for at, number in enumerate(checkpoint["rounds"]):
-            self._reducer(at).go_on_at(number)
+        self.rounds = dict(enumerate(checkpoint["rounds"]))
         is_same = checkpoint["step"] == 0 and (bool(self.fragments()) or not states)
         for at, key in enumerate(self.fragments()):
             theirs, ours = states[key]["original_parameters"], self.parameters(at)
@@ -125,9 +127,13 @@ class Healer:
         return not is_same
 
     def _is_newest_round(self) -> bool:
+        """Whether no fragment has a committed round that the state does not have."""
         for at in range(self._streams()):
             reducer = self._reducer(at)
-            latest = catchup.latest(reducer.blobs, reducer.keys)
-            if latest is not None and latest[0] >= (reducer.round or 0):
+            listing = reducer.store.list(f"{reducer.run_id}/manifest")
+            known = [parse_round(info.key.partition("/")[2]) for info in listing]
+            if max((round + 1 for round in known if round is not None), default=0) > (
+                self.rounds.get(at, 0)
+            ):
                 return False
         return True

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.diloco import DiLoCo
-    from atoll.diloco.data.shard import Shard
+    from atoll.diloco.data.sampler import DataSampler
 
 log = logging.getLogger("atoll.diloco")
 
 _ENDLESS = 10**6  # epochs, where the trainer's steps are the end
 
 
-class LeasedBatches:
+class TrainerBatches:
     """A batch sampler over what the replica holds of the run's data.
 
     An epoch of the trainer stays as long as it was; the run's epochs go on behind it.
     """
 
-    def __init__(self, shard: Shard, batch: int, length: int) -> None:
-        self._shard, self._length = shard, length
+    def __init__(self, data: DataSampler, batch: int, length: int) -> None:
+        self._data, self._length = data, length
         self.batch_size, self.drop_last = batch, False
 
     def __len__(self) -> int:
@@ -33,14 +33,14 @@ class LeasedBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         count = 0
-        while self._shard.has_more():
-            for batch in self._shard.sampler:
+        while self._data.has_more(steps_tail=False):
+            for batch in self._data.sampler:
                 yield batch
                 count += 1
                 if count == self._length:
                     return
             # What a loader has fetched ahead is trained on before there can be more.
-            if self._shard.is_ahead:
+            if self._data.is_ahead:
                 return
 
 
@@ -63,7 +63,7 @@ class OwnRepeats:
                 yield self._rank + index * self._world
 
 
-def take_own_part(loader: Any, diloco: DiLoCo, seed: int, epochs: int | None) -> Shard | None:
+def take_own_part(loader: Any, diloco: DiLoCo, seed: int, epochs: int | None) -> DataSampler | None:
     """`loader` draws from the replica's own part from here on.
 
     Gives the lease of it, of which the trainer has to say what it trained on. None if there is
@@ -85,7 +85,7 @@ def take_own_part(loader: Any, diloco: DiLoCo, seed: int, epochs: int | None) ->
             type(sampler or loader.dataset).__name__,
         )
         return None
-    shard = diloco.shard(
+    data = diloco.data(
         loader.dataset,
         seed=seed,
         shuffle=isinstance(sampler, RandomSampler),
@@ -93,9 +93,9 @@ def take_own_part(loader: Any, diloco: DiLoCo, seed: int, epochs: int | None) ->
         batch=batches.batch_size,
     )
     workers = loader.num_workers * (loader.prefetch_factor or 0)
-    shard.fetch_ahead(workers + 1)  # Accelerate looks one batch ahead
-    _replace(loader, LeasedBatches(shard, batches.batch_size, len(loader.batch_sampler)))
-    return shard
+    data.fetch_ahead(workers + 1)  # Accelerate looks one batch ahead
+    _replace(loader, TrainerBatches(data, batches.batch_size, len(loader.batch_sampler)))
+    return data
 
 
 def empty(loader: Any) -> None:

@@ -24,7 +24,7 @@ class LightningHooks:
     `epochs` end it earlier, as in `DiLoCo.until`.
 
     Replicas share the data set: each sample is trained on once an epoch of the run, by one of them
-    (`DiLoCo.shard`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
+    (`DiLoCo.data`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
     other arguments are those of `atoll.diloco.DiLoCo`.
     """
 

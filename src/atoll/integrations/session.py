@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.checks import check_int, check_number
-from atoll.core.errors import ValidationError
-from atoll.core.extras import class_without_package
+from atoll.core.errors import ValidationError, class_without_package
 from atoll.integrations.data import take_own_part
 
 if TYPE_CHECKING:
@@ -90,9 +89,9 @@ class Session:
         atexit.register(self._at_exit)
         # A run that has rounds knows its step; a new one may go on from a checkpoint.
         self._before = done if self.diloco.round == 0 else 0
-        self._shard = None
+        self._data = None
         if asked.own_data and self.diloco.config.world_size > 1:
-            self._shard = take_own_part(loader, self.diloco, asked.data_seed, asked.ends["epochs"])
+            self._data = take_own_part(loader, self.diloco, asked.data_seed, asked.ends["epochs"])
         steps = None if max_steps < 0 else max(0, max_steps - self._before)
         self._ticks = None
         if steps is not None or any(each is not None for each in asked.ends.values()):
@@ -111,8 +110,8 @@ class Session:
 
     def will_train(self) -> None:
         """The optimiser's next step trains on one more batch of the loader."""
-        if self._shard is not None:
-            self._shard.hand_to_loop()
+        if self._data is not None:
+            self._data.hand_to_loop()
 
     def follow(self) -> int:
         """The run's step after one of the trainer's. Schedules go on from it, also if it jumped."""

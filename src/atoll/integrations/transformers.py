@@ -27,7 +27,7 @@ class TrainerHooks:
     end it earlier, as in `DiLoCo.until`.
 
     Replicas share the data set: each sample is trained on once an epoch of the run, by one of them
-    (`DiLoCo.shard`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
+    (`DiLoCo.data`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
     other arguments are those of `atoll.diloco.DiLoCo`.
 
     A training that raises leaves the run when its process ends; to leave it at once, use the

@@ -1,6 +1,6 @@
 """The logs of ranks in an object store: pieces of what each wrote, under the rank's own prefix.
 
-A piece is named by its attempt and the offset of its first byte. A place in a log is both in one
+A piece is named by its attempt and the offset of its first byte. An offset in a log is both in one
 number, so that a reader can go on where it was.
 """
 
@@ -16,23 +16,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from atoll.agent.bucket import Objects
+from atoll.agent.bucket import Bucket
 from atoll.core.errors import Temporary
 from atoll.core.status import LogLine, OffsetLine
-from atoll.logs.files import merged
+from atoll.logs.files import LINE_BYTES, merged
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 65_536
-PIPE_BYTES = 1 << 20
-PIECE_BYTES = 1 << 20  # a larger one is not made
+CHUNK_BYTES = 65_536  # what a pipe holds by default
+PIPE_BYTES = 1 << 20  # what Linux lets any user set: a rank that prints waits less often
+PIECE_BYTES = 1 << 20  # of an object, at the most: a reader holds one of each rank
 MAX_BYTES = 16 << 20  # of what could not be uploaded yet; older lines are dropped
 OFTEN, OFTEN_S, LATER_S = 20, 0.5, 3.0  # so many pieces soon after they were written
-CLOSE_S = 30.0
-LINE_BYTES = 1 << 20  # a longer line comes in pieces
-POLL_S, MAX_POLL_S, GROWTH = 0.2, 2.0, 1.3
-AT_ONCE = 16
-ATTEMPT_SHIFT = 40
+CLOSE_S = 30.0  # for what was not uploaded yet when the rank has ended: 16 MB on a slow line
+POLL_S, MAX_POLL_S, GROWTH = 0.2, 2.0, 1.3  # each poll is a LIST a rank, and costs money
+AT_ONCE = 16  # requests: as many as a client has connections
+ATTEMPT_SHIFT = 40  # bits for the offset: a log of 1 TiB an attempt
 
 
 class LogPiece(NamedTuple):
@@ -66,7 +65,7 @@ class UploadedLog:
     A store that is slow or away never holds up the rank.
     """
 
-    def __init__(self, store: Objects, attempt: int, *, often_s: float = OFTEN_S) -> None:
+    def __init__(self, store: Bucket, attempt: int, *, often_s: float = OFTEN_S) -> None:
         self._store = store
         self._attempt = attempt
         self._often_s = often_s
@@ -108,9 +107,9 @@ class UploadedLog:
                 self._waiting.append(data)
                 self._size += len(data)
                 while self._size > MAX_BYTES and len(self._waiting) > 1:
-                    gone = len(self._waiting.popleft())
-                    self._size -= gone
-                    self._offset += gone
+                    dropped = len(self._waiting.popleft())
+                    self._size -= dropped
+                    self._offset += dropped
                 self._news.notify()
         with self._news:
             self._is_over = True
@@ -157,7 +156,7 @@ class UploadedLog:
 class ObjectLogs:
     """The logs of one training, as a reader sees them. `open_rank` opens the prefix of a rank."""
 
-    def __init__(self, open_rank: Callable[[int], Objects], ranks: Sequence[int]) -> None:
+    def __init__(self, open_rank: Callable[[int], Bucket], ranks: Sequence[int]) -> None:
         self._stores = {rank: open_rank(rank) for rank in ranks}
 
     async def offsets(self, tail: int) -> dict[int, int]:
@@ -168,8 +167,8 @@ class ObjectLogs:
             async with limit:
                 return rank, await _ask(self._tail_offset, rank, tail)
 
-        match = await asyncio.gather(*map(position, self._stores))
-        return {rank: at for rank, at in match if at is not None}
+        positions = await asyncio.gather(*map(position, self._stores))
+        return {rank: at for rank, at in positions if at is not None}
 
     async def lines(
         self, offsets: Mapping[int, int], follow: Callable[[], bool] | None
@@ -218,7 +217,7 @@ class ObjectLogs:
 
 
 class _RankReader:
-    def __init__(self, rank: int, store: Objects, position: int) -> None:
+    def __init__(self, rank: int, store: Bucket, position: int) -> None:
         self._rank = rank
         self._store = store
         self._at = position
@@ -256,7 +255,7 @@ class _RankReader:
         return [_line(self._rank, remainder, self._at, self._time)] if remainder else []
 
     def _pieces(self) -> list[LogPiece]:
-        """Those that reach beyond the place: the last one at or before it, and all after it."""
+        """Those that reach beyond the offset: the last one at or before it, and all after it."""
         pieces = sorted(filter(None, map(LogPiece.of, self._store.entries())))
         first = max((i for i, piece in enumerate(pieces) if piece.position <= self._at), default=0)
         return pieces[first:]

@@ -1,4 +1,4 @@
-"""The agent beside a host's ranks: it listens, probes every other host, and reports.
+"""The agent on a host with ranks: it listens, probes every other host, and reports.
 
 `python -m atoll.mesh.fabric --host NAME --address ADDR --etcd ENDPOINT`. Agents meet in the
 training's etcd: each writes where it listens, reads the membership that the controller makes of all
@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
+from atoll.core.clock import Retry
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
-from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import FABRIC_DIR, MAX_NAMED, Membership, ReachReport
+from atoll.mesh.watch import FABRIC_DIR, MAX_NAMED, Membership, ReachReport
 
 PROBE_S = 1.0  # the limit for answering a peer's probe
 PATIENCE_S = 1.0  # the limit for all tries of one probe
@@ -142,8 +142,8 @@ class Agent:
 async def probe(host: str, peer: str, address: str, port: int, company_s: float) -> bool:
     """Whether that very peer answers there: another program on its port does not count.
 
-    The kernel sends a lost packet again only after a second, so another try begins beside one that
-    hangs every `company_s`.
+    The kernel sends a lost packet again only after a second, so while one try hangs another
+    begins every `company_s`.
     """
     pending: set[asyncio.Task[bool]] = set()
     try:

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Literal
 
+from atoll.core.clock import Retry
 from atoll.core.mesh import degraded_path, ready_path, split_endpoint
-from atoll.core.retry import Retry
 from atoll.mesh.http import http_status
 
 MeshStatus = Literal["ready", "degraded", "timeout"]

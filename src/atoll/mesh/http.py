@@ -152,7 +152,7 @@ def http_status(
         with _connect(*endpoint, deadline) as link:
             link.sendall(render_request(endpoint, method, path, form, is_last=True))
             while parser.status is None:
-                link.settimeout(_left(deadline))  # for all of it, so that a trickle ends too
+                link.settimeout(_remaining_s(deadline))  # for all of it, so that a trickle ends too
                 parser.feed(link.recv(256))
     except (OSError, ValueError, EOFError, RuntimeError) as error:
         if parser.status is None:
@@ -167,7 +167,7 @@ def _connect(name: str, port: int, deadline: float) -> socket.socket:
     for family, kind, proto, _, address in _addresses(name, port, deadline):
         link = socket.socket(family, kind, proto)
         try:
-            link.settimeout(_left(deadline))
+            link.settimeout(_remaining_s(deadline))
             link.connect(address)
             return link
         except OSError as refused:
@@ -193,11 +193,11 @@ def _addresses(name: str, port: int, deadline: float) -> list[tuple[int, int, in
     if not addresses:
         thread = threading.Thread(target=resolve, daemon=True)
         thread.start()
-        thread.join(_left(deadline))
+        thread.join(_remaining_s(deadline))
     return list(addresses)
 
 
-def _left(deadline: float) -> float:
+def _remaining_s(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("no answer in time")

@@ -1,1 +1,1 @@
-"""What ranks tell of themselves over time: kept in bounded series, one for each rank and name."""
+"""Metrics that ranks report over time, in bounded series: one for each rank and name."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from atoll.agent.bucket import Objects
+from atoll.agent.bucket import Bucket
 from atoll.agent.metric_sinks import STORES
 from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.errors import AtollError, BackendError, ValidationError
@@ -24,9 +24,9 @@ from atoll.core.ports import TrainingIndex
 from atoll.core.status import Training
 from atoll.metrics.store import MetricStore
 
-EVERY_S = 1.0
-OBJECTS_EVERY_S = 15.0
-USE_EVERY_S = 5.0
+EVERY_S = 1.0  # folders on this machine: a chart that moves every second
+OBJECTS_EVERY_S = 15.0  # object stores charge for each LIST
+USE_EVERY_S = 5.0  # of CPU and memory: /proc of every process of every rank is read
 MAX_AT_ONCE = 8 * 2**20  # bytes read of one folder in one round
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class MetricReader(Protocol):
     turn: threading.Lock
 
     def read(self, metric_store: MetricStore) -> bool:
-        """Keeps what is new. Whether there may be more at once. Raises OSError."""
+        """Stores new reports; True if there may be more at once. Raises OSError."""
 
     def remove(self) -> None: ...
 
@@ -56,11 +56,11 @@ class FolderReader:
         self.turn = threading.Lock()
         self.uid = uid
         self._folder = folder
-        self._offsets: dict[str, int] = {}  # by file: what is kept already
+        self._offsets: dict[str, int] = {}  # by file: what is stored already
         self.is_last = False  # its ranks have ended
 
     def read(self, metric_store: MetricStore) -> bool:
-        """Keeps what is new. Whether there may be more at once."""
+        """Stores new reports; True if there may be more at once."""
         with contextlib.suppress(FileNotFoundError):
             entries = sorted((e.name, e.stat().st_size) for e in os.scandir(self._folder))
             return self._read(entries, metric_store)
@@ -117,7 +117,7 @@ class ObjectReader:
         self.turn = threading.Lock()
         self.uid = uid
         self._uri = uri
-        self._store: Objects | None = None
+        self._store: Bucket | None = None
         self.is_last = False
 
     def read(self, metric_store: MetricStore) -> bool:
@@ -128,7 +128,7 @@ class ObjectReader:
 
     def _read(self, metric_store: MetricStore) -> bool:
         if self._store is None:
-            self._store = Objects.open(self._uri)
+            self._store = Bucket.open(self._uri)
         total, done = 0, list[str]()
         names = sorted(self._store.entries())
         for name in names:
@@ -150,7 +150,7 @@ class ObjectReader:
 
 
 def store_lines(uid: str, lines: Sequence[bytes], metric_store: MetricStore) -> None:
-    """One that is no report hides no other. It is told of once."""
+    """A file that is no report hides no other. It is logged once."""
     try:
         metric_store.take(uid, lines)
     except ValidationError:
@@ -164,7 +164,7 @@ def store_lines(uid: str, lines: Sequence[bytes], metric_store: MetricStore) -> 
 def log_refused(uid: str, error: ValidationError) -> None:
     if uid not in _REFUSED:
         _REFUSED.add(uid)
-        log.warning("training %s: %s; more of the kind are not told of", uid, error)
+        log.warning("training %s: %s; further ones of this kind are not logged", uid, error)
 
 
 def open_reader(uid: str, where: str) -> MetricReader | None:
@@ -196,11 +196,11 @@ class Collector:
         self._numbers: Counter[tuple[str, int]] = Counter()  # of lines, by training and rank
         self._readers: dict[str, MetricReader] = {}
         self._due: dict[str, float] = {}
-        self._removed: set[str] = set()  # trainings of which something may still be kept
+        self._removed: set[str] = set()  # deleted trainings that may have reports left
         metric_store.catch_up = self.catch_up
 
     async def catch_up(self, training: Training) -> None:
-        """What ranks have written by now is kept, if that is cheap to find, or they have ended."""
+        """Stores what ranks have written by now, if that is cheap to find, or they have ended."""
         self._note(training)
         reader = self._readers.get(training.uid)
         if reader is not None and (reader.is_cheap or reader.is_last):
@@ -277,8 +277,8 @@ class Collector:
     def _line(self, uid: str, use: RankUsage, now: float) -> bytes:
         self._numbers[uid, use.rank] += 1
         sender = MetricWriter(use.rank, use.attempt, 0, f"{self._source}-{use.rank}")
-        figures = {MACHINE + name: [[now, None, value]] for name, value in use.figures.items()}
-        return batch_of(sender, self._numbers[uid, use.rank], figures, 0)
+        points = {MACHINE + name: [[now, None, value]] for name, value in use.values.items()}
+        return batch_of(sender, self._numbers[uid, use.rank], points, 0)
 
     def _read_all(self, readers: Iterable[MetricReader]) -> None:
         for reader in readers:
@@ -304,7 +304,7 @@ class Collector:
             self._due[reader.uid] = time.monotonic() + 4 * reader.every_s
 
     def _delete_removed(self) -> None:
-        """What is kept of trainings that are gone; what cannot be removed now, the next time."""
+        """Removes reports of deleted trainings; what cannot be removed now, the next time."""
         for uid in list(self._removed):
             try:
                 self._metric_store.remove(uid)

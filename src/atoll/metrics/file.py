@@ -22,7 +22,7 @@ from atoll.files.ownership import make_private_file
 
 FORMAT = 1  # of the tables; a file with another one is quarantined
 BUSY_S = 1.0  # a statement waits so long for another process, such as a backup
-MAX_NOTES = 10
+MAX_NOTES = 10  # warnings in memory; more repeat the same
 # Not a fault of the file: another process has it locked, or the disk is full.
 TEMPORARY = (
     sqlite3.SQLITE_BUSY,

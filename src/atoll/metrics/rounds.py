@@ -1,6 +1,6 @@
 """The rounds of all trainings, in the file of the series: one row for each round of a fragment.
 
-What arrives twice counts once. When the rounds of a training take too much room, the oldest are
+What arrives twice counts once. When the rounds of a training take too much space, the oldest are
 dropped, and counted.
 """
 
@@ -18,6 +18,7 @@ import msgspec
 
 from atoll.core.errors import Temporary
 from atoll.core.model import json_decoder
+from atoll.core.ranks import ABSENT_ROUNDS, merge_warnings
 from atoll.core.rounds import (
     OpenRound,
     RankRounds,
@@ -31,12 +32,11 @@ from atoll.core.rounds import (
     with_report,
 )
 from atoll.core.status import ObservedRounds
-from atoll.core.warnings import ABSENT_ROUNDS, merge_warnings
 from atoll.metrics.file import MetricFile
 
 MAX_BYTES = 64 * 2**20  # of the rounds of one training
-TRIM_EVERY = 256  # rounds, before it is looked again whether there are too many
-MAX_FRAGMENTS = 1000
+TRIM_EVERY = 256  # new rounds between two checks of the total
+MAX_FRAGMENTS = 1000  # of a run: far above any model, so that reports cannot fill the file
 
 SCHEMA = """
 create table rounds (
@@ -59,7 +59,7 @@ _BODY = json_decoder(StoredRound)
 
 
 class StoreObservation(NamedTuple):
-    """What the newest look at the store of a training found; not stored."""
+    """The newest observation of the store of a training; not stored."""
 
     at: float
     run: str = ""
@@ -69,13 +69,13 @@ class StoreObservation(NamedTuple):
 
 
 class RunTally:
-    """Rounds that a file has dropped meanwhile still count."""
+    """Counts of all rounds, also of those that the file has dropped."""
 
     def __init__(self) -> None:
         self._taken: Counter[tuple[int, int]] = Counter()  # by rank and fragment
         self._last: dict[int, int] = {}
         self._bad: dict[int, int] = {}
-        self._gone: set[int] = set()
+        self._left: set[int] = set()
         self._times: dict[int, float] = {}  # of the newest rounds
         self._warnings: list[str] = []
 
@@ -90,9 +90,9 @@ class RunTally:
         self._taken.update((rank, facts.fragment) for rank in facts.members)
         for rank in facts.members:
             self._last[rank] = max(self._last.get(rank, -1), facts.round)
-            if rank not in facts.gone:
-                self._gone.discard(rank)
-        self._gone.update(facts.gone)
+            if rank not in facts.leaving:
+                self._left.discard(rank)
+        self._left.update(facts.leaving)
         for rank in facts.bad:
             self._bad[rank] = min(self._bad.get(rank, facts.round), facts.round)
         if facts.at is not None:
@@ -102,8 +102,8 @@ class RunTally:
             self._times = {number: self._times[number] for number in newest}
 
     @property
-    def gone(self) -> list[int]:
-        return sorted(self._gone)
+    def left(self) -> list[int]:
+        return sorted(self._left)
 
     @property
     def ranks(self) -> list[RankRounds]:
@@ -124,7 +124,7 @@ class RunTally:
             newest=max(self._last.values(), default=-1),
             recent_since=self._times[newest[-1]] if len(newest) == ABSENT_ROUNDS else None,
             last=dict(self._last),
-            gone=self.gone,
+            left=self.left,
             bad=dict(self._bad),
             warnings=list(self._warnings),
         )
@@ -186,7 +186,7 @@ class RoundTable:
             self.on_news(uid)
 
     def add_reports(self, uid: str, reports: Iterable[ReportedRound]) -> None:
-        """What replicas tell. Within a transaction of the caller."""
+        """Adds what replicas report, within a transaction of the caller."""
         for report in reports:
             self._change(
                 uid,
@@ -255,7 +255,7 @@ class RoundTable:
             return None if row[0] is None else int(row[0]) + 1
 
     def runs(self, uid: str) -> list[str]:
-        """All runs that a round is kept of."""
+        """All runs with a stored round."""
         with self._file:
             rows = self._db.execute("select distinct run from rounds where uid = ?", (uid,))
             return [row[0] for row in rows]
@@ -291,7 +291,7 @@ class RoundTable:
         return _readable(row[0] for row in rows)
 
     def dropped(self, uid: str, run: str) -> tuple[int, float]:
-        """How many rounds are not kept any more, and the tokens of them."""
+        """The number of dropped rounds, and their tokens."""
         with self._file:
             row = self._db.execute(
                 "select rounds, tokens from dropped_rounds where uid = ? and run = ?", (uid, run)
@@ -318,7 +318,7 @@ class RoundTable:
                 observation.waiting if observation is not None and is_observed else (),
                 observation.departures if observation is not None and is_observed else None,
                 tally.ranks,
-                tally.gone,
+                tally.left,
             )
 
     def remove(self, uid: str) -> None:
@@ -363,7 +363,7 @@ class RoundTable:
             self._trim(uid)
 
     def _trim(self, uid: str) -> None:
-        """Drops the oldest rounds until nine tenths of the room are enough."""
+        """Drops the oldest rounds until nine tenths of the space are enough."""
         (total,) = self._db.execute(
             "select total(size) from rounds where uid = ?", (uid,)
         ).fetchone()

@@ -1,4 +1,4 @@
-"""The series of all trainings in one SQLite file beside the store.
+"""The series of all trainings in one SQLite file of their own.
 
 What arrives is logged in the file as it came and folded in memory. From time to time the folded
 series are written and the log is emptied, so that the work stays in proportion to what arrives. A
@@ -11,9 +11,12 @@ import contextlib
 import logging
 import re
 import sqlite3
+import threading
+import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -23,24 +26,81 @@ from msgspec.structs import replace
 
 from atoll.agent.metrics import MAX_BATCH, MAX_NAME
 from atoll.core.errors import ValidationError
-from atoll.core.escape import escape_control
 from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
 from atoll.core.model import json_decoder
+from atoll.core.ranks import MAX_WARNINGS
 from atoll.core.rounds import ReportedRound, is_bounded
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
-from atoll.core.warnings import MAX_WARNINGS
+from atoll.core.text import escape_control
 from atoll.metrics.file import MetricFile
-from atoll.metrics.idle import ReportedIdle
 from atoll.metrics.rounds import MAX_FRAGMENTS, RoundTable, read_finished
 from atoll.metrics.rounds import SCHEMA as ROUNDS
 from atoll.metrics.series import MEAN, MIN_BUCKETS, Series, point_of
+
+# How long ranks have been idle, from what they and their wrappers send.
+#
+# A wrapper sends for how long its rank has printed nothing and used no CPU; metrics of the rank
+# itself arrive here. In memory only: a restarted control plane counts from zero.
+
+
+@dataclass
+class _RankActivity:
+    """The last activity of one rank, of any attempt."""
+
+    idle_s: float | None = None  # as its wrapper sent last
+    idle_at: float = 0.0  # when that arrived, by the wall clock
+    reported_at: float | None = None  # when metrics arrived last, by the monotonic clock
+
+
+class ReportedIdle:
+    """Its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall = wall
+        self._steady = steady
+        self._lock = threading.Lock()
+        self._activity: dict[str, dict[int, _RankActivity]] = {}  # by training and rank
+
+    def note(self, uid: str, rank: int, *, idle_s: float | None, has_report: bool) -> None:
+        with self._lock:
+            activity = self._activity.setdefault(uid, {}).setdefault(rank, _RankActivity())
+            if idle_s is not None:
+                activity.idle_s, activity.idle_at = idle_s, self._wall()
+            if has_report:
+                activity.reported_at = self._steady()
+
+    def idle_s(self, uid: str, started: Mapping[int, float | None]) -> dict[int, float]:
+        """Seconds that each rank has been idle, as far as that is known.
+
+        `started` is when the present attempt of each began: older activity belongs to another one.
+        """
+        idle = {}
+        with self._lock:
+            for rank, activity in self._activity.get(uid, {}).items():
+                began_at = started.get(rank)
+                if activity.idle_s is None or began_at is None or activity.idle_at < began_at:
+                    continue
+                spans = [activity.idle_s, self._wall() - began_at]
+                if activity.reported_at is not None:
+                    spans.append(self._steady() - activity.reported_at)
+                idle[rank] = max(0.0, min(spans))
+        return idle
+
+    def forget(self, uid: str) -> None:
+        with self._lock:
+            self._activity.pop(uid, None)
+
 
 MAX_BUCKETS = 2_000  # of one series
 MAX_OF_TRAINING = 1_000_000  # buckets of all series of a training
 MAX_SERIES = 20_000  # of a training
 MAX_CACHED = 64  # trainings in memory
-MAX_ROUNDS = 10**9
+MAX_ROUNDS = 10**9  # a number beyond is a defect, not a round
 MAX_MISSED = 10**9  # batches that are counted
 MAX_ERROR = 500  # characters
 MAX_ID = 200  # characters
@@ -71,7 +131,7 @@ Counted = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class _WireBatch(msgspec.Struct, frozen=True):
-    """What one process of a rank told since it told last, as `agent/metrics.py` writes it.
+    """A report of one process of a rank, as `agent/metrics.py` writes it.
 
     Whatever ranks report comes in here, so this is where its numbers are checked.
     """
@@ -81,10 +141,10 @@ class _WireBatch(msgspec.Struct, frozen=True):
     process: Counted
     id: Annotated[str, Meta(max_length=MAX_ID)]  # of the process
     n: Counted  # 1, 2, …
-    figures: dict[str, list[list[float | str | None]]]
+    metrics: dict[str, list[list[float | str | None]]]
     skipped: Counted = 0
     rounds: list[ReportedRound] = []
-    still: Annotated[float, Meta(le=MAX_TIME)] | None = None
+    idle_s: Annotated[float, Meta(le=MAX_TIME)] | None = None
 
 
 class Batch(NamedTuple):
@@ -133,7 +193,7 @@ class _TrainingMetrics:
         self.skipped = min(self.skipped + count, MAX_COUNT)
 
     def fold(self, batch: Batch) -> None:
-        # They are counted one by one: what is between was told, and did not get here.
+        # Batches are numbered: those in between were sent and did not arrive.
         lost = batch.number - self.numbers.get(batch.source, 0) - 1
         self.missed = min(self.missed + lost, MAX_MISSED)
         self.numbers[batch.source] = batch.number
@@ -165,7 +225,7 @@ def decode_batch(line: bytes) -> Batch:
         raise ValidationError("report", text, f"not a report: {error}") from error
     skipped = wire.skipped
     names: dict[str, list[tuple[float, ...]]] = {}
-    for name, points_sent in wire.figures.items():
+    for name, points_sent in wire.metrics.items():
         points = names.setdefault(escape_control(name)[:MAX_NAME], [])
         for parts in points_sent:
             try:
@@ -181,12 +241,12 @@ def decode_batch(line: bytes) -> Batch:
         {name: points for name, points in names.items() if points},
         skipped,
         [_checked(report, wire.rank) for report in wire.rounds],
-        wire.still if wire.still is None or wire.still >= 0 else None,
+        wire.idle_s if wire.idle_s is None or wire.idle_s >= 0 else None,
     )
 
 
 def _checked(report: ReportedRound, rank: int) -> ReportedRound:
-    """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
+    """Raises ValidationError for a report about another rank, or with numbers out of bounds."""
     facts = report.facts
     key = (report.run, report.fragment, report.round)
     is_good = (
@@ -218,7 +278,7 @@ class MetricStore:
         self._file.on_empty = self._write_all
         self._finished = read_finished(self._file, "finished_reports")
         self.idle_tracker = ReportedIdle()
-        self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
+        self.catch_up: CatchUp | None = None  # of the collector
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -226,12 +286,12 @@ class MetricStore:
 
     @property
     def trouble(self) -> str:
-        """Why nothing could be kept last; empty if all is well."""
+        """Why the last write failed; empty if it did not."""
         return self._file.trouble
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was lost since this process began, in words."""
+        """What was lost since this process began, in sentences."""
         return self._file.notes
 
     def check(self) -> None:
@@ -242,9 +302,9 @@ class MetricStore:
         self._file.close()
 
     def take(self, uid: str, lines: Iterable[bytes]) -> int:
-        """Keeps these batches, in one transaction. Returns how many of them were new.
+        """Stores these batches in one transaction. Returns how many of them were new.
 
-        Raises ValidationError for one that is none; nothing is kept then.
+        Raises ValidationError if one is malformed; then none is stored.
         """
         batches = [(line, decode_batch(line)) for line in lines]
         with self._file:
@@ -328,12 +388,12 @@ class MetricStore:
         return self._db.execute(query, (uid,)).fetchone() is not None
 
     def skipped(self, uid: str) -> int:
-        """How many figures were not kept, by a rank or here."""
+        """How many metrics were not stored, by a rank or here."""
         with self._file:
             return self._of(uid).skipped
 
     def missed(self, uid: str) -> int:
-        """How many batches a rank told that were lost on the way, or with an earlier keeper."""
+        """How many batches of a rank were lost on the way, or with an earlier file."""
         with self._file:
             return self._of(uid).missed
 
@@ -414,7 +474,7 @@ class MetricStore:
             self._write(uid, cached)
 
     def _write(self, uid: str, cached: _TrainingMetrics) -> None:
-        """Writes the folded series in place of the log."""
+        """Replaces the log by the folded series."""
         if not cached.changed:
             return
         changed = list(cached.changed)

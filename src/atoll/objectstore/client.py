@@ -29,9 +29,10 @@ import obstore
 import obstore.exceptions as failures
 from obstore.store import LocalStore, MemoryStore
 
+from atoll.core.clock import Retry
 from atoll.core.errors import NotFound, Permanent, StoreDenied, Temporary
-from atoll.core.retry import Retry
 from atoll.core.stores import missing_keys
+from atoll.files.writing import Buffer
 from atoll.objectstore import files, idle
 from atoll.objectstore.errors import (
     describe,
@@ -41,7 +42,7 @@ from atoll.objectstore.errors import (
     is_server_error,
     is_without_key,
 )
-from atoll.objectstore.files import PLAIN_KEY, Buffer, ObjectInfo
+from atoll.objectstore.files import PLAIN_KEY, ObjectInfo
 from atoll.objectstore.opening import open_clients
 
 __all__ = ["Buffer", "ObjectInfo", "RangeReader", "ObjectStore", "Pieces", "Traffic"]
@@ -129,7 +130,9 @@ class ObjectStore:
         """
         size, path = _size(data), self.path_of(key)
         if path is not None:
-            self._write(partial(files.write_file, path, _pieces(data), is_durable=is_durable), size)
+            self._write(
+                partial(files.write_object, path, _pieces(data), is_durable=is_durable), size
+            )
             return
         data = self._copied(data)
         options: dict[str, Any] = {"use_multipart": False}
@@ -155,7 +158,7 @@ class ObjectStore:
             raise Permanent(f"{self.uri}: {key} has {size} bytes, at most {MAX_CREATE_BYTES} fit")
         try:
             if path is not None:
-                write = partial(files.write_file, path, _pieces(data))
+                write = partial(files.write_object, path, _pieces(data))
                 self._write(partial(write, is_new=True, is_durable=True), size)
             else:
                 client, data = self._clients(_seconds_for(size)), self._copied(data)
@@ -391,7 +394,10 @@ class RangeReader:
         """
         self._open()
         if self._path is not None:
-            count = files.fill_from(self._file, buffer[: self.remaining()], self._at)
+            left = max(0, self._stop - self._at)
+            if buffer.nbytes > left:
+                buffer = buffer[:left]
+            count = files.fill_from(self._file, buffer, self._at)
             self._at += count
             self._store._count(down=count)
             return count

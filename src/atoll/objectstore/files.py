@@ -15,11 +15,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from atoll.core.errors import Permanent
+from atoll.files.writing import Buffer, sync_folder, write_file
 
-Buffer = bytes | bytearray | memoryview
-
-# The kernel's IOV_MAX: so many pieces go into one write.
-MAX_PIECES = 1024
 # LocalStore spells other keys differently in the names of files.
 PLAIN_KEY = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*(/[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)*")
 _STAGED = re.compile(r"#[0-9]+$")
@@ -35,70 +32,25 @@ class ObjectInfo(NamedTuple):
     modified: datetime
 
 
-def write_file(
+def write_object(
     path: str, pieces: Sequence[Buffer], *, is_new: bool = False, is_durable: bool = False
 ) -> None:
-    """Write the file all at once; raise FileExistsError if `is_new` and it exists.
-
-    A durable file survives a loss of power, and so does its name.
-    """
-    staging, file = _stage(path)
-    try:
-        try:
-            _write_all(file, pieces)
-            if is_durable:
-                os.fsync(file)
-        finally:
-            os.close(file)
-        if is_new:
-            _link(staging, path)
-        else:
-            os.rename(staging, path)
-    except BaseException:
-        os.unlink(staging)
-        raise
-    if is_new:
-        os.unlink(staging)
-    if is_durable:
-        _sync_folder(os.path.dirname(path))
-
-
-def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
-    views = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
-    first = 0
-    while first < len(views):
-        count = os.writev(file, views[first : first + MAX_PIECES])
-        while first < len(views) and count >= views[first].nbytes:
-            count -= views[first].nbytes
-            first += 1
-        if count:
-            views[first] = views[first][count:]
-
-
-def _link(staging: str, path: str) -> None:
-    try:
-        os.link(staging, path)
-    except OSError as error:
-        if error.errno in _NO_LINKS:
-            raise Permanent(
-                f"{os.path.dirname(path)}: this file system has no hard links, so an object cannot "
-                f"be created only once ({error.strerror}): use another folder or an object store"
-            ) from None
-        raise
-
-
-def _stage(path: str) -> tuple[str, int]:
-    """A new file beside `path`, open for writing."""
-    number = 1
+    """Write the file all at once; raise FileExistsError if `is_new` and it exists."""
     while True:
-        staging = f"{path}#{number}"
         try:
-            return staging, os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            number += 1
-        except FileNotFoundError:
-            with suppress(FileNotFoundError):  # a deletion takes empty folders with it
+            write_file(path, pieces, mode=0o666, is_new=is_new, is_durable=is_durable)
+            return
+        except FileNotFoundError:  # a deletion takes empty folders with it
+            with suppress(FileNotFoundError):
                 _make_folder(os.path.dirname(path))
+        except OSError as error:
+            if is_new and error.errno in _NO_LINKS:
+                raise Permanent(
+                    f"{os.path.dirname(path)}: this file system has no hard links, so an object "
+                    f"cannot be created only once ({error.strerror}): use another folder or an "
+                    "object store"
+                ) from None
+            raise
 
 
 def _make_folder(folder: str) -> None:
@@ -108,19 +60,7 @@ def _make_folder(folder: str) -> None:
         _make_folder(parent)
     with suppress(FileExistsError):
         os.mkdir(folder)
-        _sync_folder(parent)
-
-
-def _sync_folder(folder: str) -> None:
-    with suppress(FileNotFoundError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that syncs no folders
-                raise
-        finally:
-            os.close(handle)
+        sync_folder(parent)
 
 
 def read_file(path: str, start: int, end: int | None, max_bytes: int | None) -> memoryview:

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atoll.core.checks import check_name
-from atoll.core.errors import AtollError, Permanent
-from atoll.core.extras import to_install
+from atoll.core.errors import AtollError, Permanent, to_install
 from atoll.core.model import encode
 
 if TYPE_CHECKING:
-    from atoll.backends.kubernetes.tokens import KubernetesTokens
     from atoll.core.ports import Token
+    from atoll.operator.tokens import KubernetesTokens
 
 namespace_option = click.option(
     "--namespace", help="Namespace whose trainings are served.", show_default="all namespaces"
@@ -61,7 +60,6 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
     show_default="generated from the host name",
 )
 @click.option(
-    "--lease-s",
     "--lease-duration",
     "lease_s",
     type=click.FloatRange(min=1),
@@ -103,8 +101,8 @@ def run(options: str, lease_s: float, reports_uri: str | None, **settings: Any) 
     """
     import asyncio
 
-    from atoll.backends.kubernetes.manifests import read_options
-    from atoll.server.http.log_rate import configure_log
+    from atoll.operator.manifests import read_options
+    from atoll.server.http.server import configure_log
 
     settings |= {"lease_duration_s": lease_s, "reports_uri": reports_uri}
     settings |= read_options(options or "{}")
@@ -156,7 +154,7 @@ async def new_operator_token(home: str | None, namespace: str, label: str) -> tu
 async def operator_tokens(home: str | None) -> AsyncIterator[KubernetesTokens]:
     """The tokens of the operator in that namespace: its own in a pod, else the current one."""
     from atoll.backends.kubernetes.client import Cluster
-    from atoll.backends.kubernetes.tokens import KubernetesTokens
+    from atoll.operator.tokens import KubernetesTokens
 
     cluster = Cluster.connect()
     try:
@@ -201,7 +199,7 @@ def manifests(is_json: bool, **settings: Any) -> None:
     """
     import yaml  # type: ignore[import-untyped]
 
-    from atoll.backends.kubernetes.manifests import render_manifests
+    from atoll.operator.manifests import render_manifests
 
     items = render_manifests(**settings)
     if is_json:

@@ -15,7 +15,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from atoll.core.errors import Temporary
-from atoll.server.http.problems import on_error
+from atoll.server.http.operations import on_error
 from atoll.server.http.streams import Streams
 
 RETRY_AFTER_S = 2  # until the Service knows the next leader: the period of the readiness probe
@@ -37,6 +37,7 @@ class LeaderFront:
             try:
                 yield
             finally:
+                # New requests go to the next leader; the open ones end after that.
                 self._app = None
                 streams.close()
 

@@ -23,10 +23,7 @@ from typing import Any
 
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
-from atoll.backends.kubernetes.lease import Lease
 from atoll.backends.kubernetes.names import REPORT_KEY
-from atoll.backends.kubernetes.store import KubernetesStore
-from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Now
 from atoll.core.config import Config, parse
@@ -41,10 +38,12 @@ from atoll.core.errors import (
 from atoll.core.webhooks import Webhook
 from atoll.metrics.store import MetricStore
 from atoll.operator.front import LeaderFront
+from atoll.operator.lease import Lease
+from atoll.operator.store import KubernetesStore
+from atoll.operator.tokens import KubernetesTokens
 from atoll.operator.webhooks import WebhookEvents
 from atoll.server.app import create_app
-from atoll.server.assembly import assemble
-from atoll.server.background import CONTROLLER, BackgroundTasks, Work
+from atoll.server.background import CONTROLLER, BackgroundTasks, Work, assemble
 from atoll.server.deliver import load_webhooks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
@@ -62,7 +61,7 @@ DEFAULTS = {
     "ttl_seconds_after_finished": None,
     "deadline_margin_s": 60,
 }
-RETRY_S = 2.0
+RETRY_S = 2.0  # an API server that restarts is back in some seconds
 
 
 @dataclass
@@ -197,6 +196,7 @@ async def run_operator(
     webhooks = load_webhooks(settings.webhooks, settings.path)
     # First, so that a port that is taken is said before anything has begun.
     listening = None if port is None else listen(host, port)
+    # Each client that watches needs a connection of its own, and their number is not known.
     api_cluster = cluster or Cluster.connect(most_connections=None)
     cluster = cluster or Cluster.connect()
     home = home or os.environ.get("POD_NAMESPACE") or cluster.namespace
@@ -205,6 +205,7 @@ async def run_operator(
         home,
         identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}",
         duration_s=lease_duration_s,
+        # Three renewals may fail before the lease is given up, after two thirds of its duration.
         renew_s=lease_duration_s / 5,
         retry_s=lease_duration_s / 8,
     )
@@ -214,7 +215,7 @@ async def run_operator(
     if key:
         options["report_key"] = key.hex()
     elif str(options.get("reports_uri") or "").startswith("http"):
-        options["reports_uri"] = None  # nobody takes what ranks would report there
+        options["reports_uri"] = None  # no API takes these reports
     try:
         with _folder(data) as folder:
             operator = Operator(

@@ -1,7 +1,7 @@
 """Webhooks of the operator: the leader puts the events of trainings into its outbox, a file.
 
 The events of a training are in its status. The file says how far they were read, so the next leader
-continues from there if it has the same volume. One with another file tells the newest events again,
+continues from there if it has the same volume. One with another file sends the newest events again,
 with the same ids.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll.backends.kubernetes.client import Cluster
-from atoll.backends.kubernetes.resource import read_events
 from atoll.core.errors import AtollError, Gone, Temporary
 from atoll.core.webhooks import Webhook
 from atoll.metrics.file import MetricFile
-from atoll.store.outbox import SCHEMA, Outbox
+from atoll.operator.resource import read_events
+from atoll.store.feed import SCHEMA, Outbox
 
 Json = dict[str, Any]
 Mark = tuple[int, int]  # id and count of an event
@@ -27,8 +27,8 @@ Mark = tuple[int, int]  # id and count of an event
 log = logging.getLogger(__name__)
 
 KIND = "trainings"
-RETRY_S = 1.0
-LISTED = 50
+RETRY_S = 1.0  # until a watch that broke is opened again
+LISTED = 50  # objects of one request, each of at most 1 MB
 # Events are made by leaders alone, so those that the last one did not read are about as old as the
 # change of the lead: a lease of 15 s, and a pod that has to be started on another node.
 EVENTS_BACK_S = 600.0
@@ -64,7 +64,7 @@ class WebhookEvents:
             yield
 
     async def begin(self) -> None:
-        """A leader does this first: a training that it removes has told all by then."""
+        """Stores the events of all trainings. A leader does this before it removes any of them."""
         try:
             self._version = await self._note_all()
         except AtollError as error:  # trainings are looked after all the same
@@ -88,7 +88,7 @@ class WebhookEvents:
             return ""
         after, uids = "", set()
         while True:
-            page = await self._cluster.list(KIND, self._namespace, limit=LISTED, after=after)
+            page = await self._cluster.page(KIND, self._namespace, limit=LISTED, after=after)
             for raw in page.items:
                 uids.add(raw["metadata"]["uid"])
                 self.note(raw)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.agent.keywords import OWN_MODULES, missing_keywords, trainer_call
+from atoll.agent.entrypoint import OWN_MODULES, ReplicaCall, missing_keywords, trainer_call
 from atoll.backends.launch import RANK_VARIABLES
 from atoll.core.checks import (
     ARGS_VARIABLE,
@@ -52,7 +52,7 @@ class Module(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """A function, with its arguments, pickled for `atoll.agent.replica_entry`."""
+    """A `ReplicaCall`, pickled for `atoll.agent.entrypoint`."""
 
     payload: bytes
 
@@ -81,7 +81,7 @@ def read_entry(
         except ValueError as error:
             raise ValidationError("entrypoint_args", sorted(args), str(error)) from error
     if _FUNCTION.fullmatch(text):
-        return FunctionCall(_payload({"name": text}, args))
+        return FunctionCall(_payload(text, args))
     path = Path(text)
     if path.is_file():
         return Script(path.resolve(), as_argv(args))
@@ -128,7 +128,7 @@ def _pickled_call(function: Callable[..., Any], args: Mapping[str, Any]) -> byte
     if inspect.iscoroutinefunction(function):
         raise ValidationError("entrypoint", function, "expected a plain function, not an async one")
     _check_fit(function, args)
-    return _payload({"function": _dumps("entrypoint", function, _module_of(function))}, args)
+    return _payload(_dumps("entrypoint", function, _module_of(function)), args)
 
 
 def _check_fit(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -143,12 +143,12 @@ def _check_fit(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         raise ValidationError("entrypoint_args", sorted(args), expected) from error
 
 
-def _payload(what: dict[str, Any], args: Mapping[str, Any]) -> bytes:
+def _payload(function: bytes | str, args: Mapping[str, Any]) -> bytes:
     import pickle
 
     pickled = {key: _dumps(f"entrypoint_args.{key}", value) for key, value in args.items()}
     path = [str(Path(entry).resolve()) for entry in sys.path]
-    return pickle.dumps({**what, "args": pickled, "path": path})
+    return pickle.dumps(ReplicaCall(function, pickled, path))
 
 
 def _dumps(field: str, value: Any, module: Any = None) -> bytes:

@@ -14,18 +14,19 @@ import msgspec
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
 from atoll.backends.kubernetes.pod import when
-from atoll.backends.kubernetes.read import desired_of, finished
 from atoll.backends.kubernetes.render import gang_name
-from atoll.backends.kubernetes.results import printed, result_in_log
+from atoll.backends.kubernetes.results import result_in_log, without_results
 from atoll.core.checks import RESULTS_VARIABLE
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
-from atoll.core.reasons import PhaseReason
+from atoll.core.phase import PhaseReason
+from atoll.core.ports import StopCause
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
-from atoll.replicas.plane import SharedBackend, StopCause, with_cause
+from atoll.replicas.plane import with_cause
 
 Json = dict[str, Any]
 
@@ -54,14 +55,13 @@ def as_record(spec: TrainingSpec) -> TrainingSpec:
     )
 
 
-def training_of(job: Json) -> Training | None:
+def training_of(job: Job) -> Training | None:
     """The training of a launch, from its Job; None if it is none, or is being deleted.
 
     Raises Permanent if it cannot be read: another release may have launched it.
     """
-    metadata = job["metadata"]
+    metadata, desired = job.metadata, job.desired
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    desired = desired_of(job)
     if desired is None or LAUNCH not in annotations or not {UID, NAMESPACE} <= set(labels):
         return None
     try:
@@ -82,38 +82,39 @@ def training_of(job: Json) -> Training | None:
     return training if gang_name(training) == metadata["name"] else None
 
 
-def cause_of(job: Json, spec: TrainingSpec, desired: DesiredState) -> StopCause:
+def cause_of(job: Job, spec: TrainingSpec, desired: DesiredState) -> StopCause:
     """Why it was stopped, if it was not cancelled: from who stopped it, or from its deadline."""
-    text = (job["metadata"].get("annotations") or {}).get(STOP_CAUSE)
+    text = (job.metadata.get("annotations") or {}).get(STOP_CAUSE)
     if text:
         return StopCause(*msgspec.json.decode(text))
-    if desired.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
+    if desired.size and job.end_reason == PhaseReason.DEADLINE_EXCEEDED:
         message = f"still running {spec.deadline_s or 0:g} s after the start"
         return StopCause(PhaseReason.DEADLINE_EXCEEDED, message)
     return StopCause()
 
 
-class ScriptJobs(SharedBackend, KubernetesBackend):
+class ScriptJobs(KubernetesBackend):
     """The backend of launches from scripts."""
+
+    is_shared = True
 
     async def find(self, job_name: str, uid: str | None) -> Training | None:
         try:
-            job = await self.cluster.get("jobs", self.options.namespace, job_name)
+            manifest = await self.cluster.get("jobs", self.options.namespace, job_name)
         except NotFound:
             return None
-        training = training_of(job)
+        training = training_of(Job(manifest))
         if training is None or uid not in (None, training.uid):
             return None
         training = replace(training, spec=replace(training.spec, executor=self.name))
-        self._note_job(training, job)
+        self._note_job(training, manifest)
         return training
 
     async def stop_cause(self, training: Training) -> StopCause:
         job = await self._job(training)
-        desired = None if job is None else desired_of(job)
-        return (
-            StopCause() if job is None or desired is None else cause_of(job, training.spec, desired)
-        )
+        if job is None or job.desired is None:
+            return StopCause()
+        return cause_of(job, training.spec, job.desired)
 
     async def observe(self, training: Training) -> Observation:
         observation = await super().observe(training)
@@ -158,7 +159,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             ranks_read.add(line.rank)
             yield line
         for rank in sorted(set(ranks or ()) - ranks_read):
-            lines = printed(await self._archived(training, rank))
+            lines = without_results(await self._archived(training, rank))
             for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
                 yield LogLine(rank=rank, text=text)
 
@@ -166,18 +167,17 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         """Ends a Job that was stopped, as it would not end by itself. Nothing is removed."""
         namespace, name = self._object_key(training)
         try:
-            job = await self.cluster.get("jobs", namespace, name)
+            job = Job(await self.cluster.get("jobs", namespace, name))
         except NotFound:
             return
-        desired = desired_of(job)
-        if desired is None or desired.size or finished(job):
+        if job.desired is None or job.desired.size or job.end_reason:
             return
         _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound, Conflict):
-            if job["spec"].get("suspend"):  # it never ran
+            if job.is_suspended:  # it never ran
                 await self.cluster.delete("jobs", namespace, name)
             else:
                 patch = {"spec": {"parallelism": 0, "activeDeadlineSeconds": 1}}

@@ -12,13 +12,9 @@ from msgspec.structs import fields
 from atoll.backends.kubernetes.gpus import EKS_GPU_NODES
 from atoll.backends.kubernetes.names import CONTAINER, REPLICA
 from atoll.backends.kubernetes.options import KubernetesOptions, check_installed
-from atoll.core.checks import check_as, check_name
+from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
-from atoll.core.ports import Executor
-from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState, Training
-from atoll.replicas.entrypoints import Entry, InImage, read_in_image
-from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.protocol import Entrypoint
 from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
@@ -32,7 +28,6 @@ Json = dict[str, Any]
 MAX_RUN_ID = 54
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 OPTIONS = {field.name: field for field in fields(KubernetesOptions)}
-RESTARTS = next(field.type for field in fields(TrainingSpec) if field.name == "max_restarts")
 
 
 class UnknownArgument(ValidationError, TypeError):
@@ -75,19 +70,18 @@ class KubernetesExecutor(ReplicaSurface):
         self._take_rendezvous(rendezvous_backend)
         check_installed(type(self).__name__)
         _check_known(options)
-        check_as("backoff_limit", backoff_limit, RESTARTS)
+        self._take(
+            command=command, backoff_limit=backoff_limit, allow_pickle=allow_pickle, code=code
+        )
         if service_account_name is not None:
             check_name("service_account_name", service_account_name)
-        for field, value in (("allow_pickle", allow_pickle), ("code", code)):
-            if not isinstance(value, bool):
-                raise ValidationError(field, value, "expected True or False")
         account = _one_account(service_account_name, options.pop("service_account", None))
         settings = {
             **options,
             "image": image,
             "service_account": account,
             "tolerations": plain_tolerations(tolerations),
-            "command": list(command) if isinstance(command, tuple) else command,
+            "command": self._command,
         }
         if type(settings.get("cpu_request")) in (int, float):
             settings["cpu_request"] = f"{settings['cpu_request']:g}"
@@ -96,8 +90,6 @@ class KubernetesExecutor(ReplicaSurface):
         if settings.get("node_selector", {}) is None:
             settings["node_selector"] = {}
         self._options = KubernetesOptions(**settings)
-        self._takes_only_variables = command is not None
-        self._sends_code = code and command is None
         self._arguments = settings
         self._way = (context, kubeconfig)
         self._run = None if run_id is None else name_part("run_id", run_id)
@@ -116,7 +108,6 @@ class KubernetesExecutor(ReplicaSurface):
         self.run_id = run_id
         self.batch_api = batch_api
         self.core_api = core_api
-        self._allow_pickle = allow_pickle
         self._check_way()
 
     def _make_backend(self) -> ScriptJobs:
@@ -131,35 +122,9 @@ class KubernetesExecutor(ReplicaSurface):
 
         return gang_name(training)
 
-    def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+    @property
+    def _address(self) -> dict[str, Any]:  # type: ignore[override]
         return {"namespace": self._namespace}
-
-    def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
-        plane = super()._plane_for(metadata)
-        namespace = metadata.get("namespace", self._namespace)
-        if namespace != self._namespace:
-            raise ValidationError(
-                "handle.metadata.namespace",
-                namespace,
-                f"expected {self._namespace!r}: an executor with namespace={namespace!r} has it",
-            )
-        return plane
-
-    def _check_launch(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError where the launch cannot be done with these options."""
-        self._options.check(spec)
-
-    def _read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
-        if self._options.command is not None:
-            return read_in_image(entrypoint)
-        return super()._read_entry(entrypoint, args)
-
-    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
-        if isinstance(entry, InImage):
-            runs: dict[str, Any] = {"command": self._options.command}
-        else:
-            runs = super()._entry_fields(entry, uid)
-        return runs | {"max_restarts": self.backoff_limit}
 
     def _launch_name(self, uid: str) -> str:
         if self._run is None:

@@ -1,6 +1,6 @@
 """Replicas as processes of this machine, launched from a script. They end when the script does.
 
-A small process for each script, its guard, ends them however the script ends. If the guard is
+A small process for each script, its reaper, ends them however the script ends. If the reaper is
 killed as well, the next script that launches replicas clears up. Detached replicas have a follower
 instead, which follows them to their end.
 """
@@ -34,25 +34,26 @@ from atoll.backends.local.adoption import (
     write_record,
 )
 from atoll.backends.local.executor import LocalBackend
+from atoll.backends.local.protocol import DESIRED_FILE
 from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
 from atoll.core.errors import AtollError, NotFound, Permanent, ValidationError
-from atoll.core.ports import Executor
+from atoll.core.ports import Executor, StopCause
 from atoll.core.status import DesiredState, Training
 from atoll.files.ownership import check_directory, make_private, private
 from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
-from atoll.replicas.plane import ScriptPlane, SharedBackend, StopCause
+from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 CLEAR_S = 20.0  # ranks that ignore SIGTERM are killed after 5 s; many take longer
 PREFIX = "atoll-replicas-"
 _ENTRY = (
-    "import pathlib, sys; sys.path.append(sys.argv.pop(1)); "
-    "from atoll.agent.replica_entry import main; main(pathlib.Path(sys.argv[1]).read_bytes())"
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from atoll.agent.entrypoint import main; sys.exit(main(['function', *sys.argv[1:]]))"
 )
-_GUARD = (
+_REAPER = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from atoll.replicas.local import guard; guard(sys.argv[2])"
+    "from atoll.replicas.local import reap; reap(sys.argv[2])"
 )
 
 
@@ -142,10 +143,10 @@ class LocalProcessExecutor(ReplicaSurface):
 
     @cached_property
     def _root(self) -> Path:
-        """The directory of this script, with a guard from the first instant."""
+        """The directory of this script, with a reaper from the first instant."""
         clear_abandoned()
         root = new_root()
-        self._guard = start_guard(root)
+        self._reaper = start_reaper(root)
         return root
 
     def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
@@ -167,14 +168,16 @@ class LocalProcessExecutor(ReplicaSurface):
 
     def close(self) -> None:
         super().close()
-        if "_guard" in self.__dict__ and self._guard.returncode is None and self._is_own():
+        if "_reaper" in self.__dict__ and self._reaper.returncode is None and self._is_own():
             shutil.rmtree(self._root, ignore_errors=True)
-            self._guard.kill()
-            self._guard.wait()
+            self._reaper.kill()
+            self._reaper.wait()
 
 
-class ScriptProcesses(SharedBackend, LocalBackend):
+class ScriptProcesses(LocalBackend):
     """The gangs of one directory, which several processes may follow."""
+
+    is_shared = True
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -187,7 +190,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
     async def release(self, training: Training) -> None:
         """The gang is over: write how it ended to its record. Its files stay readable."""
         directory = self.root / training.uid
-        if (directory / "gang.json").exists():
+        if (directory / DESIRED_FILE).exists():
             async with self._alone(training):
                 write_record(directory, training)
 
@@ -221,7 +224,7 @@ class ScriptProcesses(SharedBackend, LocalBackend):
             yield from sorted(self.root.iterdir())
 
     def _is_followable(self, directory: Path, record: Training) -> bool:
-        return record.status.phase.is_terminal or (directory / "gang.json").exists()
+        return record.status.phase.is_terminal or (directory / DESIRED_FILE).exists()
 
     @contextlib.asynccontextmanager
     async def _alone(self, training: Training) -> AsyncIterator[None]:
@@ -284,8 +287,8 @@ def new_root() -> Path:
     return root
 
 
-def start_guard(root: Path) -> subprocess.Popen[bytes]:
-    return _start(_GUARD, str(root))
+def start_reaper(root: Path) -> subprocess.Popen[bytes]:
+    return _start(_REAPER, str(root))
 
 
 def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -301,7 +304,7 @@ def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def guard(root: str) -> None:
+def reap(root: str) -> None:
     """End what the owner of `root` launched, once the owner has ended."""
     pid, start_ticks = owner_of(Path(root))
     with contextlib.suppress(ProcessLookupError):
@@ -314,7 +317,7 @@ def guard(root: str) -> None:
 def clear(root: Path) -> None:
     """Ends all processes of the gangs under `root` and removes their files.
 
-    Two may try at once, a guard and the next script: one waits for the other.
+    Two may try at once, a reaper and the next script: one waits for the other.
     """
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -329,7 +332,7 @@ def clear(root: Path) -> None:
 
 
 def clear_abandoned() -> None:
-    """Clean up after scripts whose guard was killed too. May be called from any thread.
+    """Clean up after scripts whose reaper was killed too. May be called from any thread.
 
     A clean-up that takes long continues in the background.
     """

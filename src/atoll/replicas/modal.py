@@ -9,21 +9,19 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from atoll.backends.modal.options import ModalOptions, check_installed
+from atoll.backends.modal.options import ModalOptions
 from atoll.core.checks import check_as, check_int, check_timeout
-from atoll.core.config import options_of
 from atoll.core.errors import AtollError, ValidationError
 from atoll.core.phase import TERMINAL
-from atoll.core.ports import Executor
 from atoll.core.spec import Deadline, RankCount
 from atoll.core.stores import store_uri
 from atoll.replicas.entrypoints import RANK_ENV, URI, WORLD
 from atoll.replicas.protocol import Entrypoint, ReplicaHandle, ReplicaState, read_handle
-from atoll.replicas.recorded import RecordedLaunches, RecordedReplicas
+from atoll.replicas.recorded import StoreReplicas
 from atoll.replicas.surface import list_handles
 
 
-class ModalExecutor(RecordedReplicas):
+class ModalExecutor(StoreReplicas):
     """Replicas as Sandboxes of Modal, one for each attempt of each.
 
     `image` is a name in a registry or a `modal.Image`, with Python and `atoll[store]`; `store` an
@@ -35,47 +33,10 @@ class ModalExecutor(RecordedReplicas):
     """
 
     backend_name = "modal"
-    supports_inter_replica_network = False
     _launch_noun = "set of sandboxes"
-
-    def __init__(
-        self,
-        image: Any = None,
-        *,
-        store: str | None = None,
-        command: list[str] | tuple[str, ...] | None = None,
-        max_restarts: int = 0,
-        allow_pickle: bool = False,
-        code: bool = True,
-        **options: Any,
-    ) -> None:
-        check_installed(type(self).__name__)
-        self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
-        if store is None:
-            expected = "expected s3://, gs:// or az://: records and logs of launches are there"
-            raise ValidationError("store", store, expected)
-        values = options | {"store": store}
-        self._options = replace_image(options_of(ModalOptions, values), image)
-        self.image = image
-        self.store = store.rstrip("/")
-        self._address = {"store": self.store, "app": self._options.app}
-
-    def _make_backend(self) -> Executor:
-        from atoll.backends.modal.client import check_credentials
-        from atoll.backends.modal.executor import ModalBackend
-
-        class ScriptSandboxes(RecordedLaunches, ModalBackend):
-            """Sandboxes of launches from scripts, which several processes may follow."""
-
-        check_credentials()
-        return ScriptSandboxes(self._options)
-
-
-def replace_image(options: ModalOptions, image: Any) -> ModalOptions:
-    """With an image, which may be an object that no table can hold."""
-    from msgspec.structs import replace
-
-    return replace(options, image=image)
+    _options_type = ModalOptions
+    _required = {"store": "expected s3://, gs:// or az://: records and logs of launches are there"}
+    _found_by = ("store", "app")
 
 
 log = logging.getLogger(__name__)
@@ -95,7 +56,7 @@ class ModalSpawnExecutor:
     supports_inter_replica_network = False
 
     def __init__(self, modal_function: Any = None) -> None:
-        check_installed(type(self).__name__)
+        ModalOptions.check_installed(type(self).__name__)
         if not callable(getattr(modal_function, "spawn", None)):
             expected = "expected a function decorated with @app.function()"
             raise ValidationError("modal_function", modal_function, expected)

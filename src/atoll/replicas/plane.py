@@ -12,15 +12,15 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller, Pass
 from atoll.core.errors import AtollError, Conflict, NotFound, Permanent, Temporary
-from atoll.core.ports import Executor, Key, Store
-from atoll.core.reasons import ExitReason, PhaseReason
+from atoll.core.phase import ExitReason, PhaseReason
+from atoll.core.ports import Executor, Key, StopCause, Store
 from atoll.core.status import (
     DesiredState,
     Exit,
@@ -31,7 +31,7 @@ from atoll.core.status import (
     Status,
     Training,
 )
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 T = TypeVar("T")
 
@@ -229,7 +229,7 @@ class ScriptPlane:
     async def _open(self, make: Callable[[], Executor]) -> Executor:
         executor = make()
         followed = executor
-        if isinstance(executor, SharedBackend):
+        if executor.is_shared:
             self._shared = SharedExecutor(
                 executor, self.store, self._note_deleted, self._note_observed
             )
@@ -287,7 +287,7 @@ class ScriptPlane:
             raise Permanent(status.failing_message)
 
     async def _adopt(self, job_name: str, uid: str | None) -> Gang | None:
-        if not isinstance(self.executor, SharedBackend) or self._shared is None:
+        if self._shared is None:
             return None
         training = await self.executor.find(job_name, uid)
         if training is None:
@@ -346,8 +346,8 @@ class ScriptPlane:
             await self.store.update_spec(replace(training, deletion_requested_at=time.time()))
             await self.wait([gang], lambda: gang.is_removed, deadline)
         if not gang.is_removed:
-            is_shared = isinstance(self.executor, SharedBackend)
-            await (self.executor.purge if is_shared else self.executor.release)(gang.training)
+            executor = self.executor
+            await (executor.purge if executor.is_shared else executor.release)(gang.training)
 
     async def _close(self) -> None:
         own = [gang for gang in self._gangs.values() if gang.is_own]
@@ -362,34 +362,12 @@ class ScriptPlane:
         await self.executor.close()
 
 
-class StopCause(NamedTuple):
-    """Why a gang was stopped, as in `Status.failing`; empty if it was cancelled."""
-
-    reason: str = ""
-    message: str = ""
-
-
-class SharedBackend(Executor):
-    """To be placed before the class of a backend: any process can find its gangs.
-
-    Its `release` leaves what others may read.
-    """
-
-    async def find(self, job_name: str, uid: str | None) -> Training | None:
-        """The launch of that name, as far as the backend knows it; None if there is none."""
-        raise NotImplementedError
-
-    async def stop_cause(self, training: Training) -> StopCause:
-        """Why another process has stopped it."""
-        raise NotImplementedError
-
-
 class SharedExecutor(Executor):
     """The executor that the controller of a script works with."""
 
     def __init__(
         self,
-        backend: SharedBackend,
+        backend: Executor,
         store: Store,
         on_deleted: Callable[[Key], None],
         on_observed: Callable[[Key], None] = lambda key: None,

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from atoll.backends.local.state import state_dir
-from atoll.backends.slurm.executor import SlurmBackend, check_installed
+from atoll.backends.slurm.executor import check_installed
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.core.config import options_of
-from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
 from atoll.replicas.entrypoints import Entry, Script
-from atoll.replicas.recorded import RecordedLaunches, RecordedReplicas
+from atoll.replicas.recorded import RecordedReplicas
 from atoll.replicas.surface import ReplicaRendezvous
-
-
-class ScriptArrays(RecordedLaunches, SlurmBackend):
-    """The backend of launches from scripts."""
 
 
 class SlurmExecutor(RecordedReplicas):
@@ -54,15 +49,11 @@ class SlurmExecutor(RecordedReplicas):
         self._take_rendezvous(rendezvous_backend)
         self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
         self._options = options_of(SlurmOptions, options)
-        self.image = image
+        self.image, self.command, self.max_restarts = image, self._command, max_restarts
         self.folder = Path(
             os.path.expanduser(self._options.folder or state_dir() / "slurm")
         ).absolute()
         self._address = {"directory": str(self.folder)}
-
-    def _make_backend(self) -> Executor:
-        check_installed()
-        return ScriptArrays(self.folder, self._options)
 
     def _check_launch(self, spec: TrainingSpec) -> None:
         super()._check_launch(spec)

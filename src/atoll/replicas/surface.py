@@ -8,7 +8,6 @@ fails does not stop the others, and each has its own exit code.
 from __future__ import annotations
 
 import atexit
-import base64
 import contextlib
 import logging
 import os
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from atoll.agent.result import NONE, PICKLE, Result, decode_value
 from atoll.core.checks import (
@@ -31,14 +30,14 @@ from atoll.core.checks import (
     check_as,
     check_choice,
     check_int,
+    check_strings,
     check_timeout,
     is_text,
 )
 from atoll.core.describe import describe_exit
 from atoll.core.errors import BackendError, NotFound, ValidationError
-from atoll.core.phase import TERMINAL, Phase
+from atoll.core.phase import TERMINAL, Phase, PhaseReason
 from atoll.core.ports import Executor
-from atoll.core.reasons import PhaseReason
 from atoll.core.spec import (
     MAX_GPUS,
     MAX_WORLD,
@@ -64,6 +63,7 @@ from atoll.replicas.entrypoints import (
     is_function,
     read_arguments,
     read_entry,
+    read_in_image,
 )
 from atoll.replicas.plane import Gang, ScriptPlane
 from atoll.replicas.protocol import (
@@ -78,13 +78,11 @@ log = logging.getLogger(__name__)
 
 
 NOTHING_YET = "(nothing to read yet)"
-_SHIPPED = (
-    "import base64\nfrom atoll.agent.replica_entry import main\nmain(base64.b64decode('{}'))\n"
-)
 
 # "none": each replica is a world of its own, and so is a torchrun in it.
 ReplicaRendezvous = Literal["none", "c10d", "static"]
 
+RESTARTS = next(field.type for field in fields(TrainingSpec) if field.name == "max_restarts")
 STATES: dict[str, ReplicaState] = {
     "Pending": "pending",
     "Running": "running",
@@ -112,6 +110,31 @@ class ReplicaSurface:
     _ends_with_script = False
     _allow_pickle = False
     _launch_noun = "launch"  # what the backend calls one
+    _options: Any = None  # of the backend, which check a spec before there is one
+    _command: list[str] | None = None  # of the image, in place of code that is sent along
+    _restarts = 0  # of each replica
+    # Options that a process must share to follow a launch, as the metadata of handles has them.
+    _address: Mapping[str, Any] = {}
+    _argument_of: Mapping[str, str] = {}  # the names of arguments that differ from those
+
+    def _take(
+        self, *, command: Sequence[str] | None, allow_pickle: bool, code: bool, **restarts: int
+    ) -> None:
+        """The arguments that executors elsewhere have in common; `restarts` by its own name.
+
+        Raises ValidationError.
+        """
+        ((name, self._restarts),) = restarts.items()
+        check_as(name, self._restarts, RESTARTS)
+        for field, value in (("allow_pickle", allow_pickle), ("code", code)):
+            if not isinstance(value, bool):
+                raise ValidationError(field, value, "expected True or False")
+        if command is not None:
+            check_strings("command", command)
+        self._command = None if command is None else list(command)
+        self._takes_only_variables = command is not None
+        self._allow_pickle = allow_pickle
+        self._sends_code = code and command is None
 
     def _take_rendezvous(self, backend: ReplicaRendezvous) -> None:
         """For a backend whose replicas can reach each other. Raises ValidationError."""
@@ -126,21 +149,25 @@ class ReplicaSurface:
 
     def _read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
         """What runs, with its arguments. Raises ValidationError for what cannot."""
-        return read_entry(entrypoint, args)
+        return read_entry(entrypoint, args) if self._command is None else read_in_image(entrypoint)
+
+    def _python(self) -> str:
+        """What replicas call it."""
+        return str(getattr(self._options, "python", None) or "python")
 
     def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
         """The fields of the spec that say what a rank runs. By default they hold the code."""
         match entry:
             case FunctionCall(payload):
-                content = _SHIPPED.format(base64.b64encode(payload).decode()).encode()
-                return {"source": Source(kind="script", content=content, filename="replica.py")}
+                source = Source(kind="function", content=payload, filename="function.pkl")
+                return {"source": source}
             case Module(name, argv):
-                return {"command": ["python", "-m", name, *argv]}
+                return {"command": [self._python(), "-m", name, *argv]}
             case Script(path, argv):
                 source = Source(kind="script", content=path.read_bytes(), filename=path.name)
                 return {"source": source, "args": argv}
-            case InImage(name):
-                raise ValidationError("entrypoint", name, "expected code that can be shipped")
+            case InImage():
+                return {"command": self._command}
 
     def _launch_name(self, uid: str) -> str:
         """The name of a new launch, a DNS label."""
@@ -148,7 +175,7 @@ class ReplicaSurface:
 
     def _check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field, if the spec can never run here."""
-        self._plane.executor.check(spec)
+        (self._options or self._plane.executor).check(spec)
 
     def launch_replicas(
         self,
@@ -190,8 +217,8 @@ class ReplicaSurface:
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
         is_called = is_function(entrypoint) and not self._takes_only_variables
-        fields = {} if entrypoint_args is None else entrypoint_args
-        args = read_arguments(fields, n_replicas=n_replicas, is_function=is_called)
+        own = {} if entrypoint_args is None else entrypoint_args
+        args = read_arguments(own, n_replicas=n_replicas, is_function=is_called)
         entry = self._read_entry(entrypoint, args.values)
         folder = os.getcwd() if self._has_shared_folder else None
         uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
@@ -212,6 +239,7 @@ class ReplicaSurface:
                 **({RESULTS_VARIABLE: PICKLE} if is_pickled else {}),
             },
             code=self._code_of(entry),
+            max_restarts=self._restarts,
             **self._entry_fields(entry, uid),
         )
         self._check_launch(spec)
@@ -221,9 +249,9 @@ class ReplicaSurface:
         """The working directory, where it travels. Raises ValidationError if it is too large."""
         if not self._sends_code or isinstance(entry, InImage):
             return None
-        from atoll.code.archive import pack, why_not
+        from atoll.code.archive import pack, refusal_of
 
-        if explanation := why_not("."):
+        if explanation := refusal_of("."):
             log.warning("no code is sent: %s; code=False sends none on purpose", explanation)
             return None
         folders = [str(entry.path.parent)] if isinstance(entry, Script) else []
@@ -334,12 +362,19 @@ class ReplicaSurface:
 
     def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
         """What another process needs, with name and uid, to find the launch, as JSON."""
-        return {"namespace": training.namespace}
+        return {"namespace": training.namespace, **self._address}
 
     def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
         """Who follows a launch with this metadata. Raises ValidationError if it cannot be one of
         this executor."""
-        return self._plane
+        plane = self._plane
+        for field, own in self._address.items():
+            value = metadata.get(field, own)
+            if value != own:
+                argument = self._argument_of.get(field, field)
+                expected = f"expected {own!r}: an executor with {argument}={value!r} has it"
+                raise ValidationError(f"handle.metadata.{field}", value, expected)
+        return plane
 
     def _note_launch(self, training: Training) -> None:
         """Called when a launch has succeeded."""
@@ -539,7 +574,7 @@ def start_variables(n_replicas: int) -> dict[str, str]:
     """Variables that describe the launch to its replicas.
 
     Failures are independent, agreement is not: a run begins with more than half of the launch, so
-    two parts of it can never begin separate runs. `atoll.diloco.allreduce.start` has what later
+    two parts of it can never begin separate runs. `atoll.diloco.start` has what later
     rounds need.
     """
     return {TOGETHER_VARIABLE: str(n_replicas), QUORUM_VARIABLE: str(n_replicas // 2 + 1)}

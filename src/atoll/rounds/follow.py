@@ -1,4 +1,4 @@
-"""Follows the rounds of all trainings: looks at their stores, and keeps what is new."""
+"""Follows the rounds of all trainings: observes their stores, and stores what is new."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from atoll.objectstore import ObjectStore
     from atoll.rounds.manifests import RunReader
 
-TICK_S = 0.5
-FILES_EVERY_S = 1.0
-OBJECTS_EVERY_S = 10.0
-IDLE_EVERY_S = 60.0  # of a training that has shown no round yet, in the end
-MISSED_EVERY_S = 1.0
+TICK_S = 0.5  # between two checks of what is due
+FILES_EVERY_S = 1.0  # stores on this machine: listing them costs nothing
+OBJECTS_EVERY_S = 10.0  # a round lasts minutes, and stores charge for each LIST
+IDLE_EVERY_S = 60.0  # of a training without a round yet, after some time
+MISSED_EVERY_S = 1.0  # one ended training after the other, beside those that run
 PATIENCE_S = 10.0  # with a store that does not answer
-CONCURRENT = 4  # trainings that are looked at at the same time
+CONCURRENT = 4  # trainings that are observed at the same time
 MAX_RUNS = 16  # in one store
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def uri_of(training: Training, access: StoreAccess) -> str:
 def refusal_reason(
     training: Training, access: StoreAccess, stores: Sequence[RoundStore], own_namespace: str
 ) -> str:
-    """Why the store of a training is not read, in words; empty if it is."""
+    """Why the store of a training is not read; empty if it is."""
     uri, is_default = uri_of(training, access), not training.spec.rendezvous.uri
     scheme = urlsplit(uri).scheme
     if not uri:
@@ -94,7 +94,7 @@ def covers(base: str, uri: str) -> bool:
 
 
 class FollowedTraining:
-    """One training whose store is looked at."""
+    """One training whose store is observed."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -105,7 +105,7 @@ class FollowedTraining:
 
 
 class RoundFollower:
-    """Looks at the stores of trainings that run, and once more when they have ended."""
+    """Observes the stores of trainings that run, and once more when they have ended."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class RoundFollower:
                 self.note(update.training)
 
     async def _note_missed(self, informer: Informer) -> None:
-        """Settled trainings whose end an earlier control plane has not looked at: one by one."""
+        """Observes settled trainings whose end an earlier control plane missed: one by one."""
         await informer.uids()
         missed = [s for s in informer.settled.values() if not self._table.is_finished(s.uid)]
         for settled in missed:
@@ -163,10 +163,10 @@ class RoundFollower:
             await asyncio.sleep(TICK_S)
 
     def observe(self, followed: FollowedTraining) -> None:
-        """Keeps what is new, and says when to look again. Never raises."""
+        """Stores what is new, and returns when to observe again. Never raises."""
         try:
             self._observe(followed)
-        except Exception as error:  # whatever one training has there, the others are looked at
+        except Exception as error:  # whatever one store holds, the others are observed
             log.warning("rounds of training %s", followed.training.name, exc_info=error)
             followed.pause_s = min(IDLE_EVERY_S, 2 * max(followed.pause_s, FILES_EVERY_S))
             followed.due_at = time.monotonic() + followed.pause_s
@@ -218,7 +218,7 @@ class RoundFollower:
         is_all = True
         for reader in followed.readers.values():
             observe = reader.observe()
-            self._table.add_manifests(training.uid, observe.rounds, reader.name, reader.following)
+            self._table.add_manifests(training.uid, observe.rounds, reader.run, reader.following)
             if observe.waiting is not None:
                 waiting.setdefault(reader.run, []).append(observe.waiting)
             departures |= observe.departures
@@ -236,7 +236,6 @@ class RoundFollower:
         self, followed: FollowedTraining, blobs: ObjectStore, *, is_exclusive: bool
     ) -> None:
         """Finds the runs of the training in its store: in one of its own, all that there are."""
-        from atoll.diloco.facts import fragment_of
         from atoll.rounds.manifests import RunReader
 
         training = followed.training
@@ -245,16 +244,11 @@ class RoundFollower:
         if training.namespace == self._own_namespace:  # others could name a run that is not theirs
             run_ids |= set(self._table.runs(training.uid))
         for folder in blobs.list_folders():
-            run, _, fragments = fragment_of(folder)
-            if run not in run_ids and not is_exclusive:
+            if folder not in run_ids and not is_exclusive:
                 continue
-            names = [folder]
-            if fragments > 1:
-                names = [f"{run}.{at}-of-{fragments}" for at in range(fragments)]
-            for name in names:
-                if name not in followed.readers and len(followed.readers) < MAX_RUNS * fragments:
-                    first = self._table.following(training.uid, name)
-                    followed.readers[name] = RunReader(blobs, name, first)
+            if folder not in followed.readers and len(followed.readers) < MAX_RUNS:
+                first = self._table.following(training.uid, folder)
+                followed.readers[folder] = RunReader(blobs, folder, first)
 
 
 def store_access_of(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Never, Unpack
 
 from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
@@ -47,7 +46,7 @@ class Client:
 
         `with Client.local() as client: …`
         """
-        from atoll.sdk.embedded import PrivatePlane
+        from atoll.sdk.endpoint import PrivatePlane
 
         client = cls.__new__(cls)
         client._open(PrivatePlane())
@@ -95,6 +94,7 @@ class Client:
         mesh: bool | None = None,
         wait: Wait | None = None,
         timeout: float | None = None,
+        **unknown: Never,
     ) -> DistributedTraining:
         """Store a training and return its handle.
 
@@ -140,68 +140,37 @@ class Client:
             wait: also wait for "min" or "target" ranks.
             timeout: how long `wait` waits in seconds; 600.
         """
-        options = _collect_options(locals())
-        (spec, pack), (wait, limit_s) = resolve_training(name, options), wait_of(options)
-        stored = self.run(flows.deploy(spec, self._local_fields(spec), uuid.uuid4().hex, pack))
-        training = DistributedTraining(self, stored)
-        with _noting(name):
-            if wait == "min":
-                training.wait_until_min_world(limit_s)
-            if wait == "target":
-                training.wait_until_target_world(limit_s)
-        return training
+        options = {
+            option: value
+            for option, value in locals().items()
+            if option in DeployOptions.__annotations__
+        }
+        return self.run(self._deploy(name, options | unknown))
 
+    # Its signature, for help() and editors, is that of the method above.
     async def deploy_distributed_async(
-        self,
-        name: str,
-        *,
-        command: Sequence[str] | None = None,
-        source: str | Path | Callable[..., Any] | None = None,
-        args: Sequence[str] | None = None,
-        image: str | None = None,
-        env: Mapping[str, str] | None = None,
-        working_dir: str | Path | None = None,
-        code: bool | None = None,
-        cpu: str | int | float | None = None,
-        memory: str | None = None,
-        gpu_count: int | None = None,
-        gpu_models: Sequence[str] | None = None,
-        min_gpu_memory_gb: int | None = None,
-        world_size: WorldSize | int | None = None,
-        provider_filter: ProviderFilter | None = None,
-        topology_spread: str | None = None,
-        nccl_env: Mapping[str, str] | None = None,
-        bench: str | None = None,
-        bench_placement: str | None = None,
-        bench_require_gbps: float | None = None,
-        rendezvous_backend: str | None = None,
-        rendezvous_uri: str | None = None,
-        run_id: str | None = None,
-        pip_packages: Sequence[str] | None = None,
-        max_restarts: int | None = None,
-        start_grace_s: float | str | None = None,
-        stop_grace_s: float | str | None = None,
-        deadline_s: float | str | None = None,
-        ttl_seconds: int | str | None = None,
-        stall_s: float | str | None = None,
-        stall_restart: bool | None = None,
-        executor: str | None = None,
-        mesh: bool | None = None,
-        wait: Wait | None = None,
-        timeout: float | None = None,
+        self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
         """As `deploy_distributed`, in a coroutine."""
-        options = _collect_options(locals())
-        (spec, pack), (wait, limit_s) = resolve_training(name, options), wait_of(options)
-        stored = await self.arun(
-            flows.deploy(spec, self._local_fields(spec), uuid.uuid4().hex, pack)
+        return await self.arun(self._deploy(name, options))
+
+    deploy_distributed_async.__wrapped__ = deploy_distributed  # type: ignore[attr-defined]
+
+    def _deploy(self, name: str, options: Mapping[str, Any]) -> Flow[DistributedTraining]:
+        (spec, pack), (goal, limit_s) = resolve_training(name, options), wait_of(options)
+        key = uuid.uuid4().hex
+        training = DistributedTraining(
+            self, (yield from flows.deploy(spec, self._local_fields(spec), key, pack))
         )
-        training = DistributedTraining(self, stored)
-        with _noting(name):
-            if wait == "min":
-                await training.wait_until_min_world_async(limit_s)
-            if wait == "target":
-                await training.wait_until_target_world_async(limit_s)
+        try:
+            if goal is not None:
+                yield from training._wait(flows.WAITS[goal], limit_s)
+        except BelowMinimumWorld as error:
+            error.add_note(
+                f"the training still exists: client.get({name!r}) finds it, and its delete() "
+                "removes it"
+            )
+            raise
         return training
 
     def map(
@@ -218,7 +187,7 @@ class Client:
         most `concurrency` of them at once (as many as there are CPUs). Returns when all are over.
 
         Rows have `result`, `error` and `training`; `print` shows a table. The same call made again,
-        after Ctrl-C say, goes on: what has succeeded or runs is not run again, what failed is.
+        after Ctrl-C say, continues: what has succeeded or runs is not run again, what failed is.
         With other code of the function or another `name` all are new. With `allow_pickle` results
         travel as pickles, which can run any code here. `options` are those of
         `deploy_distributed`.
@@ -341,24 +310,6 @@ class Client:
     def _local_fields(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields that a local rank shares with its caller: the directory and the search paths."""
         return self.endpoint.local_fields(spec) if spec.executor in (None, "local") else {}
-
-
-def _collect_options(arguments: Mapping[str, Any]) -> DeployOptions:
-    """The options among the arguments of a method."""
-    options = {name: arguments[name] for name in DeployOptions.__annotations__}
-    return cast(DeployOptions, options)
-
-
-@contextlib.contextmanager
-def _noting(name: str) -> Iterator[None]:
-    """Adds to a failed wait that the training is stored."""
-    try:
-        yield
-    except BelowMinimumWorld as error:
-        error.add_note(
-            f"the training still exists: client.get({name!r}) finds it, and its delete() removes it"
-        )
-        raise
 
 
 def drive(flow: Flow[T], wire: Wire) -> T:

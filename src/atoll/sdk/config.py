@@ -181,7 +181,8 @@ def resolve_spec(name: str, options: Mapping[str, Any]) -> TrainingSpec:
 
 def resolve_training(name: str, options: Mapping[str, Any]) -> tuple[TrainingSpec, Pack | None]:
     """The spec, and the code that goes with it if its ranks run elsewhere."""
-    from atoll.sdk.options import pack_of
+    from atoll.sdk.options import DeployOptions, pack_of, spec_of
 
-    spec = resolve_spec(name, options)
-    return spec, pack_of(spec, with_defaults(options))
+    options = with_defaults(options)
+    spec = spec_of(name, cast(DeployOptions, options))
+    return spec, pack_of(spec, options)

@@ -5,18 +5,15 @@ A flow is a generator that yields effects; the driver performs each and sends ba
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from msgspec.structs import replace
-
 import atoll
+from atoll.core.clock import Retry
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.model import UNKNOWN_FIELD, decode
+from atoll.core.model import decode
 from atoll.core.problem import Problem, error_of
-from atoll.core.retry import Retry
 
 T = TypeVar("T")
 
@@ -35,7 +32,6 @@ class Send(NamedTuple):
 class Reply(NamedTuple):
     status: int
     body: bytes
-    release: str | None = None  # of the control plane, if the answer names it
 
 
 class NextChange(NamedTuple):
@@ -111,7 +107,7 @@ def check_reply(reply: Reply) -> bytes:
     except ValueError:
         text = " ".join(reply.body[:80].decode(errors="replace").split())
         problem = Problem(title="HTTP error", status=reply.status, detail=f"{FOREIGN}: {text!r}")
-    error = error_of(explain_problem(problem, reply.release))
+    error = error_of(problem)
     if reply.status >= 500 or reply.status == 429:
         raise Temporary(str(error), problem.retry_after_s or 0.0)
     raise error
@@ -130,34 +126,11 @@ def new_retry(patience_s: float, clock: Clock) -> Retry:
     return Retry(0.05, 1.0, patience_s=patience_s, clock=clock)
 
 
-HEADER = "Atoll-Release"  # of every answer
-SILENT = "0.1"  # the release of a control plane that does not name one
-
-
 class OtherRelease(UserWarning):
     """The control plane in use has another release than this client."""
 
 
 def describe_difference(release: str | None) -> str:
     """A sentence on how the release of the control plane differs; empty if it does not."""
-    theirs, ours = release or SILENT, atoll.__version__
-    return "" if theirs == ours else f"the control plane is atoll {theirs}, this is atoll {ours}"
-
-
-def is_older(release: str | None) -> bool:
-    return _numbers(release or SILENT) < _numbers(atoll.__version__)
-
-
-def explain_problem(problem: Problem, release: str | None) -> Problem:
-    """The problem; an unknown field or path is explained by the difference of releases, if any."""
-    is_foreign_path = problem.type == "about:blank" and problem.status in (404, 405)
-    text = describe_difference(release)
-    if not text or not (is_foreign_path or problem.expected == UNKNOWN_FIELD):
-        return problem
-    text += "; restart it with this one" if is_older(release) else "; install that one here"
-    expected = None if problem.expected is None else f"{problem.expected} ({text})"
-    return replace(problem, detail=f"{problem.detail} ({text})", expected=expected)
-
-
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release)]
+    ours = atoll.__version__
+    return "" if release == ours else f"the control plane is atoll {release}, this is atoll {ours}"

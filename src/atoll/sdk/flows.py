@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from atoll.core.attempts import AttemptList
 from atoll.core.describe import describe_failure, describe_ranks, waiting_lines
 from atoll.core.errors import (
     AtollError,
@@ -26,23 +25,24 @@ from atoll.core.errors import (
     ValidationError,
     WorldSizeOutOfBounds,
 )
-from atoll.core.executors import EXECUTOR_MISSING, ExecutorList, executor_problem
+from atoll.core.executors import ExecutorList, executor_problem
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
-from atoll.core.phase import Phase
-from atoll.core.rank_ranges import limited_spans
+from atoll.core.phase import ConditionType, Phase
+from atoll.core.ports import optional_fields
+from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundItem, RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec, check_spec_size
-from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     UNSUPPORTED_FIELDS,
     AttemptStatus,
     Event,
     Training,
     TrainingList,
+    TrainingStats,
     WorldStatus,
 )
-from atoll.core.support import optional_fields
+from atoll.core.text import limited_spans
 from atoll.sdk.effects import (
     Clock,
     Flow,
@@ -240,7 +240,11 @@ def delete(
             training = yield from _next(ref, training, left_s, clock=clock)
             on_read(training)
             if kind := executor_problem(training):
-                why = "is not configured" if kind == EXECUTOR_MISSING else "cannot be reached"
+                why = (
+                    "is not configured"
+                    if kind == ConditionType.EXECUTOR_MISSING
+                    else "cannot be reached"
+                )
                 raise Temporary(
                     f"{ref.name!r} is not removed yet: its executor {training.executor!r} {why}, "
                     "and only that executor can stop its ranks; the training is removed once it "
@@ -251,7 +255,9 @@ def delete(
     if timeout > 0:
         alive = [r.rank for r in training.status.ranks if r.is_alive]
         ranks = f": still being stopped: {describe_ranks(alive)}" if alive else ""
-        raise Temporary(f"{ref.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
+        raise Temporary(
+            f"{ref.name!r} is not removed after {timeout:g} s{ranks}; the removal continues"
+        )
 
 
 def events(ref: TrainingRef, since: float | None) -> Flow[list[Event]]:
@@ -522,3 +528,9 @@ wait_until_min_world = partial(wait, until=_has_min, needed=_min)
 wait_until_target_world = partial(wait, until=_has_target, needed=_target)
 wait_until_complete = partial(wait, until=_success, needed=_min, at_entry=_refuse_if_over)
 wait_until_end = partial(wait, until=_success, needed=_min)
+# By the names that `deploy_distributed(wait=…)` and `atoll wait --for` have for them.
+WAITS: dict[str, Any] = {
+    "min": wait_until_min_world,
+    "target": wait_until_target_world,
+    "complete": wait_until_end,
+}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from atoll.backends.local import plane_socket
+from atoll.backends.local.state import SOCKET, connect_locally
 
 IDLE_S = 5.0  # how long a connection waits for the next request; servers wait longer
 PIECE = 1 << 16  # bytes of one read: the buffer of a socket
@@ -130,7 +130,7 @@ class LocalClient:
         connection = self._idle_connection()
         if connection is None:
             try:
-                connection = plane_socket.connect(self._directory, connect_s)
+                connection = connect_locally(self._directory, connect_s)
             except TimeoutError:
                 raise
             except OSError as error:
@@ -151,7 +151,7 @@ class LocalClient:
 
 
 def unreachable(directory: Path, error: OSError) -> str:
-    return f"no control plane answers at {directory / plane_socket.SOCKET}: {error.strerror}"
+    return f"no control plane answers at {directory / SOCKET}: {error.strerror}"
 
 
 def _head(method: str, path: str, params: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from atoll.backends.local.plane_socket import SOCKET, check_listener
+from atoll.backends.local.state import SOCKET, check_listener
 from atoll.sdk.local_http import Unreachable, unreachable
 
 CONNECTED = "connection.connect_unix_socket.complete"  # as httpcore names it

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.describe import describe_end, describe_status
 from atoll.core.errors import AtollError, NotFound, Temporary
-from atoll.core.escape import escape_control
 from atoll.core.html import text, training_html
 from atoll.core.metrics import LatestMetric
 from atoll.core.status import Training
+from atoll.core.text import escape_control
 from atoll.sdk import flows
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _draw(handle: DistributedTraining, draw: Show) -> None:
     try:
         newest_metrics = handle._client.run(flows.newest_metrics(METRICS, [handle.name])).items
     except AtollError:
-        newest_metrics = []  # a control plane of an older release, or one that is away
+        newest_metrics = []  # the control plane is away
     draw(handle.last, newest_metrics, "")
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypedDict
 from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL
-from atoll.core.quantities import parse_duration
 from atoll.core.spec import (
     BenchSpec,
     ProviderFilter,
@@ -25,6 +24,7 @@ from atoll.core.spec import (
     WorldSize,
 )
 from atoll.core.stores import store_uri
+from atoll.core.text import parse_duration
 from atoll.sdk.effects import Pack
 
 Wait = Literal["min", "target"]
@@ -74,7 +74,7 @@ DURATIONS = ("start_grace_s", "stop_grace_s", "deadline_s", "ttl_seconds", "stal
 WAIT_TIMEOUT_S = 600.0  # pulling a large image takes minutes
 
 
-def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
+def wait_of(options: Mapping[str, Any]) -> tuple[Wait | None, float]:
     """What to wait for after the create, and how long. Raises ValidationError."""
     wait, timeout = options.get("wait"), options.get("timeout")
     if wait not in (None, "min", "target"):
@@ -142,12 +142,12 @@ def pack_of(spec: TrainingSpec, options: Mapping[str, Any]) -> Pack | None:
     """
     if options.get("code") is False or spec.executor == LOCAL:
         return None
-    from atoll.code.archive import why_not  # imported here: local trainings do not need it
+    from atoll.code.archive import refusal_of  # imported here: local trainings do not need it
 
     root = spec.working_dir or os.getcwd()
     if not os.path.isdir(root):
         return None
-    if spec.working_dir is None and (why := why_not(root)):
+    if spec.working_dir is None and (why := refusal_of(root)):
         if spec.executor is None and not os.environ.get("ATOLL_URL"):
             return None  # of one's own control plane, whose ranks run here by default
         import logging

@@ -1,4 +1,4 @@
-"""Sweeps: one function, many settings, a training for each, so many of them at a time.
+"""Functions as trainings: one with its options, or one with many settings as a sweep.
 
 The name of each training is made of the function's code and its arguments. So the same call, made
 again after an interrupt, finds the trainings that have ended or still run, and does the others.
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 from atoll.core.checks import check_int, check_name
 from atoll.core.describe import describe_end
@@ -23,19 +23,17 @@ from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
-from atoll.sdk.columns import ColumnTable
+from atoll.sdk.client import Client
 from atoll.sdk.effects import Flow, NextChange, Pause, Send, decode_answer, send
-
-if TYPE_CHECKING:
-    from atoll.sdk.client import Client
-    from atoll.sdk.training import DistributedTraining
+from atoll.sdk.options import DeployOptions, check_options
+from atoll.sdk.training import ColumnTable, DistributedTraining
 
 MAX_TRAININGS = 100_000  # more settings are a mistake: a list of them takes minutes to store
 MAX_AT_ONCE = 10_000  # as many ranks as one training may have
 RELIST_S = 0.5  # pause after a broken watch
 DELETE_S = 60.0  # as `training.delete()`
 _DIGEST = 10  # characters of it in a name
-MAX_IN_NAME = 63 - 1 - _DIGEST
+MAX_IN_NAME = 63 - 1 - _DIGEST  # of a DNS label, without the dash and the digest
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -262,7 +260,7 @@ class SweepRun:
         """What an interrupted call leaves, in one line on stderr."""
         sys.stderr.write(
             f"atoll: interrupted with {len(self._ended)} of {len(self._jobs)} done; "
-            f"{len(self._running)} that run go on, and the same call goes on from there\n"
+            f"{len(self._running)} keep running, and the same call continues from there\n"
         )
 
     def _begin(self, job: Job) -> Flow[Training]:
@@ -321,3 +319,77 @@ class SweepRun:
 def _version() -> Flow[int]:
     page = decode_answer((yield from send(Send("GET", flows.ALL, {"limit": 1}))), TrainingList)
     return page.resource_version
+
+
+_SUFFIX_BYTES = 3  # 16 million names: few enough characters to type
+
+
+class DistributedFunction:
+    """A function and the options of its trainings. Calling it calls the function here."""
+
+    def __init__(self, function: Callable[..., Any], options: DeployOptions) -> None:
+        for name in ("command", "source", "args"):
+            if name in options:
+                expected = "expected none: the function is what runs"
+                raise ValidationError(name, dict(options)[name], expected)
+        check_options(options)
+        self.function = function
+        self.options = options
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        return self.function(*args, **arguments)
+
+    def local(self, *args: Any, **arguments: Any) -> Any:
+        """Calls the function here, in this process, and returns what it returns."""
+        return self.function(*args, **arguments)
+
+    def deploy(self, *args: Any, **arguments: Any) -> DistributedTraining:
+        """Deploys a call of the function with these arguments, and returns the handle at once.
+
+        `result()` of the handle is what rank 0 returned. Raises ValidationError for arguments that
+        the function does not take, before anything is sent.
+        """
+        name, options = self._call(args, arguments)
+        return Client().deploy_distributed(name, **options)
+
+    async def deploy_async(self, *args: Any, **arguments: Any) -> DistributedTraining:
+        name, options = self._call(args, arguments)
+        return await Client().deploy_distributed_async(name, **options)
+
+    def map(
+        self, settings: Iterable[Mapping[str, Any]], *, concurrency: int | None = None
+    ) -> Sweep:
+        """A training for each of the settings; see `Client.map`."""
+        return Client().map(self.function, settings, concurrency=concurrency, **self.options)
+
+    def with_options(self, **options: Unpack[DeployOptions]) -> DistributedFunction:
+        """The same function with these options over its own."""
+        return DistributedFunction(self.function, {**self.options, **options})
+
+    def _call(self, args: Any, arguments: Mapping[str, Any]) -> tuple[str, DeployOptions]:
+        check_arguments(self.function, arguments, "arguments", args)
+        name = f"{label_of(self.function)}-{os.urandom(_SUFFIX_BYTES).hex()}"
+        return name, {
+            **self.options,
+            "source": functools.partial(self.function, *args, **arguments),
+        }
+
+
+@overload
+def distributed(function: Callable[..., Any], /) -> DistributedFunction: ...
+@overload
+def distributed(
+    **options: Unpack[DeployOptions],
+) -> Callable[[Callable[..., Any]], DistributedFunction]: ...
+def distributed(function: Any = None, /, **options: Any) -> Any:
+    """Makes a function deployable: `train.deploy(lr=0.1)`, and `train.local(lr=0.1)` here.
+
+        @atoll.distributed(world_size=4, gpu_count=1)
+        def train(lr: float): ...
+
+    The options are those of `deploy_distributed`.
+    """
+    if function is not None:
+        return DistributedFunction(function, {})
+    return lambda body: DistributedFunction(body, options)  # type: ignore[arg-type]

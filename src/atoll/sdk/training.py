@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import time
 import uuid
@@ -17,9 +18,8 @@ from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ValidationError
 from atoll.core.metrics import MetricSeriesList
-from atoll.core.rounds import RoundList
+from atoll.core.rounds import RoundItem, RoundList, RoundSummary
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
-from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -30,17 +30,18 @@ from atoll.core.status import (
     RankExit,
     RankStatus,
     Training,
+    TrainingStats,
     WorldStatus,
 )
-from atoll.sdk import flows, logs
-from atoll.sdk.columns import MetricTable, RoundTable
+from atoll.sdk import flows
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import TrainingRef
-from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
+from atoll.sdk.wire import LogPosition, aread_log, read_log
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
+
 
 DELETE_S = 60.0  # ranks have 10 s to stop by default; a loaded machine takes longer
 # Properties that are read one after the other share a snapshot: they agree and cost one request.
@@ -341,7 +342,7 @@ class DistributedTraining:
         the epoch) and `search` choose lines on the server; one without a time is not since any.
         """
         position = self._position(rank, tail, follow, since, search, ignore_case)
-        lines = logs.lines(self._client.wire, position)
+        lines = read_log(self._client.wire, position)
         return self._renew_after(lines) if follow else html.HtmlList(lines, html.lines_html)
 
     @overload
@@ -377,7 +378,7 @@ class DistributedTraining:
         ignore_case: bool = False,
     ) -> list[LogLine] | AsyncIterator[LogLine]:
         position = self._position(rank, tail, follow, since, search, ignore_case)
-        lines = logs.alines(self._client.wire, position)
+        lines = aread_log(self._client.wire, position)
         if follow:
             return self._renew_after_async(lines)
         return html.HtmlList([line async for line in lines], html.lines_html)
@@ -385,12 +386,12 @@ class DistributedTraining:
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
         return self._renew_after(
-            logs.lines(self._client.wire, LogPosition(self._ref, ranks, None, True))
+            read_log(self._client.wire, LogPosition(self._ref, ranks, None, True))
         )
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
         return self._renew_after_async(
-            logs.alines(self._client.wire, LogPosition(self._ref, ranks, None, True))
+            aread_log(self._client.wire, LogPosition(self._ref, ranks, None, True))
         )
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
@@ -566,3 +567,72 @@ def _keep_error(error: BaseException | None) -> Iterator[None]:
         if error is None:
             raise
         error.add_note(f"and deleting the training failed: {failure}")
+
+
+METRIC_COLUMNS = (
+    "name", "rank", "process", "attempt", "step", "at", "value", "min", "max", "count"
+)  # fmt: skip
+ROUND_COLUMNS = tuple(name for name in RoundItem.__struct_fields__ if name != "costs")
+
+
+class ColumnTable(dict[str, list[Any]]):
+    """Columns of equal length, by name."""
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame. Needs pandas."""
+        return importlib.import_module("pandas").DataFrame(dict(self))
+
+    def to_polars(self) -> Any:
+        """A polars DataFrame. Needs polars."""
+        return importlib.import_module("polars").DataFrame(dict(self), strict=False)
+
+
+class MetricTable(ColumnTable):
+    """What ranks reported: `table["value"]` is a list, with one row for each bucket of points.
+
+    `value` is the mean of the `count` points in a bucket. The control plane dropped `skipped`
+    metrics, and lost `missed` batches of them on the way.
+    """
+
+    def __init__(self, answer: MetricSeriesList, since: float | None = None) -> None:
+        super().__init__({name: [] for name in METRIC_COLUMNS})
+        self.skipped = answer.skipped
+        self.missed = answer.missed
+        for one in answer.items:
+            start = 0 if since is None else sum(at < since for at in one.at)
+            length = len(one.at) - start
+            self["name"] += [one.name] * length
+            self["rank"] += [one.rank] * length
+            self["process"] += [one.process] * length
+            self["attempt"] += one.attempt[start:]
+            self["step"] += one.step[start:]
+            self["at"] += one.at[start:]
+            self["value"] += map(float, one.mean[start:])
+            self["min"] += map(float, one.min[start:])
+            self["max"] += map(float, one.max[start:])
+            counts = zip(one.count[start:], one.bad[start:], strict=True)
+            self["count"] += [finite + bad for finite, bad in counts]
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(set(self["name"]))) or "nothing"
+        return f"<MetricTable of {names}: {len(self['at'])} rows>"
+
+
+class RoundTable(ColumnTable):
+    """Outer rounds: `table["members"]` is a list of lists, with one row for each round of each
+    fragment, in order.
+
+    `why` says where the rounds come from, `summary` how far the run is (None before the first),
+    and `dropped` how many of the oldest rounds are no longer stored.
+    """
+
+    def __init__(self, answer: RoundList, *, has_costs: bool = False) -> None:
+        names = (*ROUND_COLUMNS, "costs") if has_costs else ROUND_COLUMNS
+        super().__init__({name: [getattr(i, name) for i in answer.items] for name in names})
+        self.why: str = answer.why
+        self.summary: RoundSummary | None = answer.summary
+        self.dropped: int = answer.dropped
+
+    def __repr__(self) -> str:
+        text = "no round yet" if self.summary is None else self.summary.message
+        return f"<RoundTable: {text}>"

@@ -2,36 +2,359 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import cache, partial
+from typing import Literal
 
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from atoll.controller.clock import machine_clock
 from atoll.controller.informer import INFORMER, Informer
+from atoll.controller.loop import machine_clock
+from atoll.core.checks import NAME_PATTERN
 from atoll.core.clock import Now
-from atoll.core.model import encode
+from atoll.core.errors import Temporary
+from atoll.core.executors import ExecutorList
+from atoll.core.metrics import LatestMetricList, MetricSeriesList
+from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Store, Tokens
+from atoll.core.problem import Problem
+from atoll.core.ranks import AttemptList
+from atoll.core.rounds import RoundList, TrainingWithRounds
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList, TrainingStats
 from atoll.metrics.store import MetricStore
-from atoll.server import api
-from atoll.server.background import BackgroundTasks, Work
-from atoll.server.basilica import answers, deployments
+from atoll.server.background import CONTROLLER, BackgroundTasks, TaskFailure, Work
+from atoll.server.basilica import deployments
 from atoll.server.gauges import Gauges
+from atoll.server.handlers import logs, metrics, trainings
 from atoll.server.handlers.admission import Setup
-from atoll.server.http import problems
-from atoll.server.http.auth import authenticate, check_host
-from atoll.server.http.operations import JSON, Operation, PathEndpoint, Plane, routes
+from atoll.server.handlers.trainings import EVENT_ID_PATTERN
+from atoll.server.http.auth import Gate, authenticate, token_of
+from atoll.server.http.operations import (
+    JSON,
+    MAX_BODY_BYTES,
+    MEDIA_TYPE,
+    NDJSON,
+    SSE,
+    Answer,
+    AnswerDoc,
+    ApiCall,
+    HeaderDoc,
+    Operation,
+    PathEndpoint,
+    Plane,
+    json_answer,
+    on_error,
+    routes,
+)
 from atoll.server.http.streams import Streams
 from atoll.server.ui import routes as ui
 from atoll.server.ui.rows import Rows
 from atoll.server.ui.sessions import Sessions
+
+# The native API: one row for each endpoint.
+
+ONE = "/v1/trainings/{name}"
+ALL = "/v1/trainings"
+METRICS = "/metrics"
+
+
+class Health(Model, frozen=True):
+    """`failing`: background tasks that fail while trainings are still reconciled."""
+
+    status: Literal["ok", "degraded"]
+    failing: list[TaskFailure] = []
+
+
+async def healthz(call: ApiCall) -> Answer:
+    return json_answer(Health(status="ok"))
+
+
+async def readyz(call: ApiCall) -> Answer:
+    """Ready when the store answers and trainings are reconciled; else 503 or 500."""
+    plane = call.plane
+    await plane.store.version()
+    failing = plane.background.failures
+    for failure in failing:
+        if failure.name in (CONTROLLER, INFORMER):
+            raise Temporary(f"trainings are not reconciled now: {failure.error}")
+    if plane.metrics is not None and plane.metrics.trouble:
+        failing.append(TaskFailure(name="metrics", error=plane.metrics.trouble))
+    return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
+
+
+async def prometheus(call: ApiCall) -> Answer:
+    """Totals; with a token also the active trainings of its namespace."""
+    namespace = call.namespace or None
+    if namespace is None and token_of(call.request):
+        namespace = await authenticate(call.plane, call.request)
+    gauges, now = call.plane.gauges, time.time()
+    text, media_type = await asyncio.to_thread(
+        gauges.exposition, namespace, lambda uid: metrics.newest_by_name(call.plane, uid), now
+    )
+    return Response(text, media_type=media_type)
+
+
+def _problem(description: str) -> AnswerDoc:
+    return AnswerDoc(description, Problem, MEDIA_TYPE)
+
+
+_INVALID = {400: _problem("A field or option is not valid; the answer names it.")}
+_DENIED = {401: _problem("The token is missing or unknown.")}
+_MISSING = {404: _problem("This namespace has no such training.")}
+_COMMON_PROBLEMS = (
+    _INVALID | _DENIED | {503: _problem("The request cannot be served now; try again later.")}
+)
+_NAME_PROBLEMS = _COMMON_PROBLEMS | _MISSING
+_EXPIRED = {410: _problem("The version `after` has expired: read again, then watch.")}
+_TOO_LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
+_TRAINING = AnswerDoc("The training.", Training)
+_YES = AnswerDoc("Yes.", Health)
+_NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
+_TRAINING_OR_CHANGES = AnswerDoc(
+    "The training and the progress of its outer rounds; with `watch`, a stream of changes.",
+    TrainingWithRounds,
+)
+_LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
+_RESUME_HEADER = {
+    "Last-Event-ID": HeaderDoc("With `watch`, the version to continue from.", EVENT_ID_PATTERN)
+}
+
+NATIVE = (
+    Operation(
+        "POST",
+        ALL,
+        trainings.create,
+        "Create a training; its ranks start soon after.",
+        {
+            201: AnswerDoc("Stored.", Training),
+            200: AnswerDoc("An earlier request with this idempotency key created it.", Training),
+            409: _problem("The name is taken, or the key belongs to another spec."),
+            **_COMMON_PROBLEMS,
+            **_TOO_LARGE,
+        },
+        body=TrainingSpec,
+        max_body=MAX_BODY_BYTES,
+        headers={
+            "Idempotency-Key": HeaderDoc(
+                "Requests repeated with the same key create one training.", trainings.KEY_PATTERN
+            ),
+            trainings.IF_DEFAULT: HeaderDoc(
+                "The answer is 400 unless this executor is the default.", NAME_PATTERN
+            ),
+        },
+    ),
+    Operation(
+        "GET",
+        ALL,
+        trainings.read_many,
+        "List trainings by name, one page at a time; with `watch`, stream their changes.",
+        {200: AnswerDoc("One page of trainings.", TrainingList), **_COMMON_PROBLEMS, **_EXPIRED},
+        query=trainings.ListQuery,
+        headers=_RESUME_HEADER,
+    ),
+    Operation(
+        "GET",
+        ONE,
+        trainings.read,
+        "Read one training; with `watch`, stream its changes after a version.",
+        {200: _TRAINING_OR_CHANGES, **_NAME_PROBLEMS, **_EXPIRED},
+        query=trainings.OneQuery,
+        headers=_RESUME_HEADER,
+    ),
+    Operation(
+        "DELETE",
+        ONE,
+        trainings.delete,
+        "Stop the ranks, then delete the record.",
+        {202: AnswerDoc("The training is being deleted.", trainings.Removal), **_NAME_PROBLEMS},
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/scale",
+        trainings.scale,
+        "Change the target number of ranks, between `min` and `max`.",
+        {200: _TRAINING, 409: _problem("The training is over."), **_NAME_PROBLEMS, **_TOO_LARGE},
+        body=trainings.Scale,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/cancel",
+        trainings.cancel,
+        "Stop the ranks and keep the record.",
+        {200: _TRAINING, **_NAME_PROBLEMS},
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/rerun",
+        trainings.rerun,
+        "Run a training again under another name, by default `NAME-r2`, with a copy of its spec "
+        "and code.",
+        {
+            201: AnswerDoc("The new training.", Training),
+            200: AnswerDoc("An earlier request with this idempotency key created it.", Training),
+            409: _problem("The name is taken, or the code of the training is no longer stored."),
+            **_NAME_PROBLEMS,
+            **_TOO_LARGE,
+        },
+        body=trainings.Rerun,
+        headers={
+            "Idempotency-Key": HeaderDoc(
+                "Requests repeated with the same key create one training.", trainings.KEY_PATTERN
+            ),
+        },
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/logs",
+        logs.logs,
+        "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
+        "line holds the `offsets` the log lines begin at. The last line is "
+        '`{"cut":true}` if the server shuts down before the logs end. Lines of several ranks come '
+        "in the order of their times. With `at`, the lines of one rank around that place.",
+        {200: _LOG_LINES, **_NAME_PROBLEMS},
+        query=logs.LogQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/logs/search",
+        logs.search,
+        "Search for lines that contain a text, as line-delimited JSON with offsets. The last "
+        "line has the number of hits, and where to continue if there are more than `limit`.",
+        {
+            200: AnswerDoc("Hits.", LogMatch, NDJSON, (logs.SearchEnd, logs.LogCut)),
+            **_NAME_PROBLEMS,
+        },
+        query=logs.SearchQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/result",
+        trainings.result,
+        "Read the result of a rank: what its function returned, or what its program set last. "
+        "404 if there is none.",
+        {200: AnswerDoc("The result.", trainings.RankResult), **_NAME_PROBLEMS},
+        query=trainings.ResultQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/metrics",
+        metrics.metrics,
+        "Read the metrics that ranks reported with `atoll.report`, as columns: one series for "
+        "each name and rank.",
+        {200: AnswerDoc("One series for each name and rank.", MetricSeriesList), **_NAME_PROBLEMS},
+        query=metrics.MetricsQuery,
+    ),
+    Operation(
+        "GET",
+        "/v1/metrics",
+        metrics.newest_metrics,
+        "Read the newest value of these metrics for every training, as its lowest rank reported "
+        "it; with `ranks`, the newest value of each rank too.",
+        {200: AnswerDoc("The newest values.", LatestMetricList), **_COMMON_PROBLEMS},
+        query=metrics.NewestQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/rounds",
+        metrics.rounds,
+        "Read the outer rounds of a DiLoCo training: members, missing and late replicas, and "
+        "costs; the newest `limit` of the requested ones, in order.",
+        {200: AnswerDoc("The rounds.", RoundList), **_NAME_PROBLEMS},
+        query=metrics.RoundsQuery,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/metrics",
+        metrics.report_metrics,
+        "Store the metrics of a rank, sent as lines of JSON. Only the token in the environment of "
+        "a rank is accepted here, and it is valid for nothing else.",
+        {
+            200: AnswerDoc("Stored.", metrics.MetricsStored),
+            **_INVALID,
+            **_DENIED,
+            **_MISSING,
+            **_TOO_LARGE,
+        },
+        is_open=True,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/events",
+        trainings.events,
+        "Events of a training, newest first.",
+        {200: AnswerDoc("Events.", trainings.EventList), **_NAME_PROBLEMS},
+        query=trainings.EventQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/attempts",
+        trainings.attempts,
+        "List the attempts of the ranks: start, end and exit. The newest attempt of each rank and "
+        "the 20 before it.",
+        {200: AnswerDoc("Attempts, in order of rank.", AttemptList), **_NAME_PROBLEMS},
+        query=trainings.AttemptQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/stats",
+        trainings.stats,
+        "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
+        "and GPU-seconds it has used.",
+        {200: AnswerDoc("The counters.", TrainingStats), **_NAME_PROBLEMS},
+        query=trainings.UidQuery,
+    ),
+    Operation(
+        "GET",
+        "/v1/executors",
+        trainings.executors,
+        "Executors that trainings can run on, and whether each is reachable now.",
+        {200: AnswerDoc("All executors.", ExecutorList), **_COMMON_PROBLEMS},
+    ),
+    Operation(
+        "GET", "/healthz", healthz, "Whether the server is running.", {200: _YES}, is_open=True
+    ),
+    Operation(
+        "GET",
+        "/readyz",
+        readyz,
+        "Whether the server can serve requests: its store answers.",
+        {200: _YES, 500: _NO, 503: _NO},
+        is_open=True,
+    ),
+    Operation(
+        "GET",
+        METRICS,
+        prometheus,
+        "Totals of the server in the Prometheus text format; with a token also gauges of the 200 "
+        "newest active trainings of its namespace.",
+        {200: AnswerDoc("Metrics as text.", str, "text/plain")},
+        is_open=True,
+    ),
+)
+STREAMED = {ALL: SSE, ONE: SSE}
+
+
+def native_operations(*, is_metrics_open: bool) -> tuple[Operation, ...]:
+    """The rows; without `is_metrics_open`, `/metrics` needs a token."""
+    if is_metrics_open:
+        return NATIVE
+    return tuple(
+        replace(row, is_open=False, answers={**row.answers, **_DENIED})
+        if row.path == METRICS
+        else row
+        for row in NATIVE
+    )
 
 
 def create_app(
@@ -94,7 +417,7 @@ def create_app(
             await running.enter_async_context(lifespan())
             yield
 
-    rows = api.native_operations(is_metrics_open=is_metrics_open)
+    rows = native_operations(is_metrics_open=is_metrics_open)
 
     document = cache(partial(_document, rows))  # encoded once: reading it needs no token
 
@@ -102,38 +425,18 @@ def create_app(
         return Response(document(), media_type=JSON)
 
     table = [
-        *routes(rows, plane, authenticate, problems.on_error),
+        *routes(rows, plane, authenticate, on_error),
         *deployments.routes_of(plane),
         *ui.routes_of(plane),
-        Route("/openapi.json", PathEndpoint({"GET": openapi}, problems.on_error)),
+        Route("/openapi.json", PathEndpoint({"GET": openapi}, on_error)),
     ]
     return Router(
         table,
         redirect_slashes=False,
         default=_not_found,
         lifespan=run_tasks,
-        middleware=[Middleware(Gate, plane=plane)],
+        middleware=[Middleware(Gate, plane=plane, on_refusal=_on_stray)],
     )
-
-
-class Gate:
-    """Runs before routing: ignores doubled and trailing slashes, and refuses foreign host names."""
-
-    def __init__(self, app: ASGIApp, plane: Plane) -> None:
-        self._app = app
-        self._plane = plane
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            # basilica clients append their paths to a base URL that may end in a slash.
-            scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
-            request = Request(scope)
-            try:
-                check_host(self._plane, request)
-            except HTTPException as error:
-                app = _on_stray(request, error)
-        await app(scope, receive, send)
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,11 +446,10 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
 def _document(rows: Sequence[Operation]) -> bytes:
     from atoll.server.http.openapi import document  # slow to import, and rarely needed
 
-    return encode(document(rows, api.STREAMED))
+    return encode(document(rows, STREAMED))
 
 
 def _on_stray(request: Request, error: Exception) -> Response:
     """Answers a request that no endpoint takes, in the dialect of the client."""
     is_foreign = request.url.path.startswith("/deployments")
-    on_error = answers.on_error if is_foreign else problems.on_error
-    return on_error(request, error)
+    return (deployments.on_error if is_foreign else on_error)(request, error)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+from atoll.controller.informer import Informer
+from atoll.controller.loop import Controller, sweep_periodically
+from atoll.core.clock import Now, grown_s
+from atoll.core.config import RoundStore
 from atoll.core.errors import AtollError
+from atoll.core.metrics import RankUsage
 from atoll.core.model import Model
-from atoll.core.retry import grown_s
+from atoll.core.ports import Executor, Store
+from atoll.metrics.collect import Collector
+from atoll.metrics.store import MetricStore
+from atoll.rounds.follow import RoundFollower, metrics_uri_of, store_access_of
+from atoll.server.deliver import Deliverer
+from atoll.server.gauges import Gauges
+from atoll.store.feed import Outbox
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 10.0  # short: people wait for what it shows
 STEADY_S = 10.0  # after which a restarted task counts as working
@@ -98,3 +110,61 @@ class BackgroundTasks:
 def first_of(error: BaseException) -> BaseException:
     """The first error of a group; the others are the same (a missing right, a locked file)."""
     return first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+# `assemble()`: the background tasks that every control plane has, wired to one another.
+#
+# The control plane of one machine and the operator differ in store, executors and clock, and in
+# nothing that is here.
+
+Usage = Callable[[], Awaitable[Mapping[str, Sequence[RankUsage]]]]
+
+
+def assemble(
+    *,
+    store: Store,
+    executors: Mapping[str, Executor],
+    kinds: Mapping[str, str],
+    informer: Informer,
+    clock: Callable[[], Now],
+    metrics: MetricStore,
+    gauges: Gauges,
+    outbox: Outbox,
+    round_stores: Sequence[RoundStore],
+    own_namespace: str,
+    machine_use: Usage | None = None,
+    may_return: Callable[[str], bool] = lambda uid: False,
+) -> dict[str, Work]:
+    """The tasks by name; `CONTROLLER` is the one without which nothing works.
+
+    `kinds` has the kind of each executor. Stores of rounds that the configuration names are read
+    for trainings of `own_namespace` alone. `machine_use` measures ranks on this machine;
+    `may_return` says whether a training that is not stored may be adopted again.
+    """
+
+    def control() -> Awaitable[None]:
+        controller = Controller(
+            store,
+            executors,
+            informer=informer,
+            clock=clock,
+            on_pass=lambda done: gauges.record_pass(done.seconds),
+            idle_s=metrics.idle_tracker.idle_s,
+            rounds=metrics.rounds.observed,
+        )
+        metrics.rounds.on_news = controller.wake
+        return controller.run()
+
+    collector = Collector(metrics, metrics_uri_of(executors), machine_use, may_return)
+    follower = RoundFollower(
+        metrics.rounds, store_access_of(executors, kinds), round_stores, own_namespace
+    )
+    tasks: dict[str, Work] = {
+        CONTROLLER: control,
+        "webhooks": Deliverer(outbox).run,
+        "metrics": lambda: collector.run(informer),
+        "rounds": lambda: follower.run(informer),
+    }
+    for name, executor in executors.items():
+        tasks[f"sweep of {name}"] = functools.partial(sweep_periodically, store, executor)
+    return tasks

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
 
+from atoll.core.clock import grown_s
 from atoll.core.config import in_file
 from atoll.core.errors import AtollError, ValidationError
-from atoll.core.retry import grown_s
 from atoll.core.webhooks import (
     FIRST_RETRY_S,
     MAX_ATTEMPTS,
@@ -36,7 +36,7 @@ from atoll.core.webhooks import (
     signed_headers,
     webhook_of,
 )
-from atoll.store.outbox import Outbox
+from atoll.store.feed import Outbox
 
 TIMEOUT_S = 10.0  # Standard Webhooks asks receivers to answer within seconds
 TRANSLATED = ipaddress.ip_network("64:ff9b::/32")  # to IPv4 addresses, whichever those are

@@ -60,7 +60,7 @@ METRIC_GAUGES = (
     ("round", "Newest committed outer round."),
 )
 
-# The figures of REPORTED of a training that are known, by its uid.
+# The metrics of REPORTED of a training that are known, by its uid.
 NewestMetrics = Callable[[str], Mapping[str, float]]
 
 

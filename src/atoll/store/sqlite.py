@@ -1,7 +1,7 @@
 """Trainings and events in one SQLite file, owned by one process.
 
-Every write takes a version from one growing counter and is kept in a change log, so a watcher can
-follow from any version still kept. The log is bounded in bytes; older versions raise `Gone`.
+Every write takes a version from one growing counter and goes into a log of changes, so a watcher
+can follow from any version in it. The log is bounded in bytes; older versions raise `Gone`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,17 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.core.attempts import MAX_ATTEMPTS
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
 from atoll.core.model import encode, json_decoder
-from atoll.core.ports import (
-    PAGE_BYTES,
-    Change,
-    Key,
-    SettledTraining,
-    Snapshot,
-    TrainingPage,
-)
+from atoll.core.ports import PAGE_BYTES, Change, Key, SettledTraining, Snapshot, TrainingPage
+from atoll.core.ranks import MAX_ATTEMPTS
 from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.files.ownership import make_private_file
-from atoll.store.feed import Feed
-from atoll.store.outbox import Outbox
-from atoll.store.room import FileReserve, has_room
-from atoll.store.schema import prepare
+from atoll.store.database import FileReserve, has_room, prepare
+from atoll.store.feed import Feed, Outbox
 
-LOG_BYTES = 32 * 2**20
-MAX_EVENTS = 1000
+LOG_BYTES = 32 * 2**20  # hours of changes of a busy control plane
+MAX_EVENTS = 1000  # of one training, the newest
 AFTER_NAMES = "\x7f"  # sorts after every character of a name
 
 Changes = list[Change]
@@ -62,10 +53,10 @@ class SQLiteStore:
         self._wal: os.stat_result | None = None  # known from the first write on
         self._is_lost = False
         self._reserves = (FileReserve(), FileReserve())  # of the file and its write-ahead log
-        self._lock = _owned(self._path)
+        self._lock = _create_locked(self._path)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self._lock)
-            with explained(self._path):
+            with translate_errors(self._path):
                 self._db = sqlite3.connect(
                     self._path, isolation_level=None, check_same_thread=False
                 )
@@ -75,7 +66,7 @@ class SQLiteStore:
                 self._logged_bytes = int(row[0])
             self._file = self._path.stat()
             opened.pop_all()
-        self.outbox = Outbox(lambda: self._db, self._write, lambda: explained(self._path))
+        self.outbox = Outbox(lambda: self._db, self._write, lambda: translate_errors(self._path))
 
     def close(self) -> None:
         self._feed.close()
@@ -111,7 +102,7 @@ class SQLiteStore:
         return stored
 
     async def get(self, key: Key) -> Training:
-        with explained(self._path):
+        with translate_errors(self._path):
             row = self._db.execute(
                 "select version, body from trainings where namespace = ? and name = ?", key
             ).fetchone()
@@ -122,13 +113,13 @@ class SQLiteStore:
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         where = "" if namespace is None else "where namespace = ? "
         query = f"select version, body from trainings {where}order by name, namespace"
-        with explained(self._path):
+        with translate_errors(self._path):
             rows = self._db.execute(query, () if namespace is None else (namespace,)).fetchall()
         return [decode_training(*row) for row in rows]
 
     async def snapshot(self) -> Snapshot:
         version = await self.version()
-        with explained(self._path):
+        with translate_errors(self._path):
             active = self._db.execute(
                 "select version, body from trainings where is_settled = 0 order by name, namespace"
             ).fetchall()
@@ -163,7 +154,7 @@ class SQLiteStore:
         query = (
             f"select version, body from trainings where {' and '.join(conditions)} order by name"
         )
-        with explained(self._path), closing(self._db.cursor()) as rows:
+        with translate_errors(self._path), closing(self._db.cursor()) as rows:
             rows.execute(query, tuple(conditions.values()))
             bodies = ((version, zlib.decompress(body)) for version, body in rows)
             return _cut_page(
@@ -222,7 +213,7 @@ class SQLiteStore:
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
         training = await self.get(key)
-        with explained(self._path):
+        with translate_errors(self._path):
             rows = self._db.execute(
                 "select id, at, type, reason, message, count from events "
                 "where uid = ? and at >= ? order by at desc, id desc",
@@ -235,7 +226,7 @@ class SQLiteStore:
 
     async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
         training = await self.get(key)
-        with explained(self._path):
+        with translate_errors(self._path):
             rows = self._db.execute(
                 "select body from attempts where uid = ? order by rank, attempt", (training.uid,)
             ).fetchall()
@@ -245,7 +236,7 @@ class SQLiteStore:
         return self._feed.follow(self, after, key)
 
     async def source(self, training: Training) -> bytes:
-        with explained(self._path):
+        with translate_errors(self._path):
             row = self._db.execute(
                 "select content from sources where uid = ?", (training.uid,)
             ).fetchone()
@@ -254,7 +245,7 @@ class SQLiteStore:
         return bytes(row[0])
 
     async def code(self, training: Training) -> bytes:
-        with explained(self._path):
+        with translate_errors(self._path):
             row = self._db.execute(
                 "select content from codes join code_users using (digest) where uid = ?",
                 (training.uid,),
@@ -264,7 +255,7 @@ class SQLiteStore:
         return bytes(row[0])
 
     async def version(self) -> int:
-        with explained(self._path):
+        with translate_errors(self._path):
             row = self._db.execute(
                 "select seq from sqlite_sequence where name = 'changes'"
             ).fetchone()
@@ -277,7 +268,7 @@ class SQLiteStore:
         On a full disk only what stops a training may use the reserve.
         """
         changes: Changes = []
-        with self._noting_full(), explained(self._path):
+        with self._record_full_disk(), translate_errors(self._path):
             self._before_write(is_stopping)
             self._db.execute("begin immediate")
             try:
@@ -308,7 +299,7 @@ class SQLiteStore:
             reserve.renew(path)
 
     @contextlib.contextmanager
-    def _noting_full(self) -> Iterator[None]:
+    def _record_full_disk(self) -> Iterator[None]:
         try:
             yield
         except Temporary as error:
@@ -432,7 +423,7 @@ class SQLiteStore:
     def logged(self, after: int, key: Key | None) -> Iterator[Change]:
         namespace, name = key or ("", "")
         while True:
-            with explained(self._path):
+            with translate_errors(self._path):
                 rows = self._db.execute(
                     "select version, is_removed, body from changes where version > ?1 and "
                     "?2 in ('', namespace) and ?3 in ('', name) order by version limit 100",
@@ -446,7 +437,7 @@ class SQLiteStore:
                 return
 
     def check_retained(self, after: int) -> None:
-        with explained(self._path):
+        with translate_errors(self._path):
             oldest, newest = self._db.execute(
                 "select min(version), (select seq from sqlite_sequence where name = 'changes') "
                 "from changes"
@@ -457,7 +448,7 @@ class SQLiteStore:
 
     def _trim(self) -> None:
         """Drops the older half of the log. The trainings themselves are in another table."""
-        with explained(self._path):
+        with translate_errors(self._path):
             self._db.execute(
                 "delete from changes where version <= (select version from changes "
                 "order by version limit 1 offset (select count(*) / 2 from changes))"
@@ -534,21 +525,21 @@ def _is_same(path: Path, file: os.stat_result) -> bool:
         return False
 
 
-def _owned(path: Path) -> int:
+def _create_locked(path: Path) -> int:
     """A lock by which this process alone uses the file; it ends with the process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise Permanent(f"cannot open {path}: {error.strerror}") from error
-    lock = locked(path)
+    lock = acquire_lock(path)
     with contextlib.suppress(OSError):  # SQLite reports it better
         # It holds the environment of ranks. The files that SQLite adds get the same mode.
         make_private_file(path)
     return lock
 
 
-def locked(path: Path) -> int:
+def acquire_lock(path: Path) -> int:
     """The lock of a store that is there. Its file names this process, if it can be written."""
     try:
         try:
@@ -574,7 +565,7 @@ def locked(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def translate_errors(path: Path) -> Iterator[None]:
     """SQLite's errors as atoll's: a full disk is Temporary, a broken file Permanent."""
     try:
         yield
@@ -586,3 +577,39 @@ def explained(path: Path) -> Iterator[None]:
         if isinstance(error, sqlite3.IntegrityError):
             raise
         raise Permanent(f"{path} is not a sound atoll store: {error}") from error
+
+
+# The SQLite store without a file, for as long as the process lives.
+
+NO_FILE = Path(":memory:")
+
+
+class MemoryStore(SQLiteStore):
+    """The Store of `core/ports.py` in memory only. It may be used by any one thread at a time."""
+
+    def __init__(self, *, log_bytes: int = LOG_BYTES) -> None:
+        self._path = NO_FILE
+        self._log_bytes = log_bytes
+        self._logged_bytes = 0
+        self._feed = Feed()
+        self._db = sqlite3.connect(NO_FILE, isolation_level=None, check_same_thread=False)
+        prepare(self._db, NO_FILE, is_owner=True)
+        self.outbox = Outbox(lambda: self._db, self._write, lambda: translate_errors(NO_FILE))
+
+    def close(self) -> None:
+        self._feed.close()
+        self._db.close()
+
+    def _without_code(self, training: Training) -> Training:
+        """A launch of another process brings only the digest of its code."""
+        code = training.spec.code
+        if code is not None and code.is_digest:
+            row = (code.digest, code.content)
+            self._db.execute("insert or ignore into codes values (?, ?)", row)
+        return super()._without_code(training)
+
+    def _before_write(self, is_stopping: bool) -> None:
+        """There is no file to check, and no disk that could be full."""
+
+    def _after_write(self) -> None:
+        """There is no file to reserve space for."""

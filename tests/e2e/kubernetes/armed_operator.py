@@ -13,13 +13,14 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
-from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.controller.loop import Controller
 from atoll.operator.run import DEFAULTS
+from atoll.operator.store import KubernetesStore
 from tests.support.serve import Crashing
 
 
@@ -41,8 +42,13 @@ async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     executor = KubernetesBackend(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
-    # Its steps are within a followup.
-    executor._followups._writer = Armed(executor._writer, file)  # type: ignore[assignment]
+    # A step within a followup.
+    steps = Armed(SimpleNamespace(patch_pods=executor._writer.patch_pods), file)
+
+    async def patch_pods(*args: Any, **options: Any) -> None:
+        await steps.patch_pods(*args, **options)
+
+    executor._writer.patch_pods = patch_pods  # type: ignore[method-assign]
     armed = Armed(executor, file)
     await Controller(Armed(store, file), {"kubernetes": armed}).run()
 

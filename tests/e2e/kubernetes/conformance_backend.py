@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atoll.backends.kubernetes.resource import to_training
 from atoll.core.status import Training
+from atoll.operator.resource import to_training
 from tests.conformance.local_backend import BAD_COMMAND, SCRIPT
 from tests.conformance.table import RANKS, Row
 from tests.e2e.kubernetes.conftest import REPOSITORY, Operator, Space

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from atoll.backends.kubernetes.client import Cluster
-from atoll.backends.kubernetes.manifests import render_manifests
-from atoll.backends.kubernetes.resource import to_training
 from atoll.core.model import encode
+from atoll.operator.manifests import render_manifests
+from atoll.operator.resource import to_training
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.nodes import IMAGE, Node
 

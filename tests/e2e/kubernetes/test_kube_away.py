@@ -60,7 +60,7 @@ def test_a_pod_is_deleted_while_no_operator_is_there(space: Space, operator: Ope
     before = status["ranks"][1]["previousExit"]
     assert (before["code"], before["reason"]) == (7, "Deleted")
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
-    assert told == ["rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"]
+    assert told == ["rank 1: exit_code=7 reason=Deleted: it was deleted by somebody"]
 
 
 def test_an_attempt_begins_and_ends_while_no_operator_is_there(
@@ -78,7 +78,7 @@ def test_an_attempt_begins_and_ends_while_no_operator_is_there(
     space.until("tiny", "told", lambda s: restarts(s) == {0: 0, 1: 2})
     status = space.until_ready("tiny", 2)
     told = [e for e in status["events"] if e["reason"] == "RankRestarting"]
-    ended = "rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"
+    ended = "rank 1: exit_code=7 reason=Deleted: it was deleted by somebody"
     assert {e["message"] for e in told} == {ended}
     assert sum(e.get("count", 1) for e in told) == 2
 

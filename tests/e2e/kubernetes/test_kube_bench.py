@@ -13,7 +13,7 @@ from tests.e2e.kubernetes.conftest import Operator, Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ATOLL
 
-pytestmark = pytest.mark.usefixtures("pods", "apart")
+pytestmark = pytest.mark.usefixtures("pods", "provider_labels")
 
 Json = dict[str, Any]
 FOREVER = ["sh", "-c", "sleep 1000 & wait"]
@@ -22,7 +22,7 @@ ONE = {"min": 1, "target": 1, "max": 2}
 
 
 @pytest.fixture
-def own_keys_only(site: Site) -> None:
+def provider_labels(site: Site) -> None:
     if not site.is_own or len(site.nodes) < 2:
         pytest.skip("needs two nodes of its own, to choose where ranks go")
     for node in site.nodes:
@@ -105,7 +105,7 @@ def test_strict_waits_for_a_second_host_in_the_schedulers_words(
     status = space.until(
         "tiny",
         "the scheduler's words",
-        lambda s: "no room: 0/2 nodes" in s.get("bench", {}).get("message", ""),
+        lambda s: "no capacity: 0/2 nodes" in s.get("bench", {}).get("message", ""),
     )
     assert status["bench"]["phase"] == "Pending"
     assert "affinity" in status["bench"]["message"]

@@ -82,7 +82,7 @@ def test_the_command_line_sends_a_project_and_a_rank_that_is_started_again_has_i
     run = ("run", "--executor", "eu", "-n", "2", "--max-restarts", "1")
     ran = laptop(*run, "--name", "one", "--", "python", "train.py")
     assert ran.returncode == 0, ran.stderr
-    assert "atoll: code: 6 files, 2 MB, 2 MB packed, sha256 " in ran.stderr
+    assert "atoll: code: 6 files, 1.9 MiB, 1.9 MiB packed, sha256 " in ran.stderr
     lines = [f"rank {rank} a net helps 2000000" for rank in (0, 1)]
     assert all(line in ran.stdout for line in lines), ran.stdout
     assert ran.stdout.count(lines[1]) == 2

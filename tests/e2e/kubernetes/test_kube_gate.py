@@ -82,7 +82,9 @@ def test_ranks_start_together_when_the_last_one_can(
     submit(space, min=4, target=4)
     status = until_at_gate(space, 3)
     status = space.until(
-        "tiny", "one has no capacity", lambda s: any("no room" in r["message"] for r in s["ranks"])
+        "tiny",
+        "one has no capacity",
+        lambda s: any("no capacity" in r["message"] for r in s["ranks"]),
     )
     assert at_gate(status) == ["start gate: 3 of 4 ranks are ready to start"] * 3
     assert (status["phase"], status["world"]["ready"]) == ("pending", 0)
@@ -111,7 +113,7 @@ def test_ranks_without_room_use_up_no_deadline(
     status = space.until(
         "tiny",
         "no capacity",
-        lambda s: "no room" in str([r["message"] for r in s.get("ranks", ())]),
+        lambda s: "no capacity" in str([r["message"] for r in s.get("ranks", ())]),
     )
     (job,) = space.json("get", "jobs")["items"]
     assert "activeDeadlineSeconds" not in job["spec"]
@@ -157,7 +159,7 @@ def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
 
 
 # (the step, whether the decision is taken then); no pod has been told of it in either.
-KILLED = [("before perform 1", False), ("after perform 1", True), ("before start_pods 1", True)]
+KILLED = [("before perform 1", False), ("after perform 1", True), ("before patch_pods 1", True)]
 
 
 @pytest.mark.parametrize(("step", "is_decided"), KILLED)

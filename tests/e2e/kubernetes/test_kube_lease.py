@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from atoll.backends.kubernetes.lease import Lease
+from atoll.operator.lease import Lease
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 

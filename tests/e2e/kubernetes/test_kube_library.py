@@ -43,7 +43,8 @@ def test_replicas_are_launched_collected_and_removed(
     handles = executor.launch_replicas(3, str(script), {"lr": 0.1}, timeout=600)
     assert [handle.rank for handle in handles] == [0, 1, 2]
     (job,) = space.json("get", "jobs")["items"]
-    assert job["spec"]["activeDeadlineSeconds"] == 600
+    # It counts from when ranks were let go, and is moved once they are.
+    assert 600 <= job["spec"]["activeDeadlineSeconds"] < 700
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (3, 3)
     reports = executor.collect(handles, timeout=90)
     assert [r["exit_code"] for r in reports] == [0, 4, 0]

@@ -95,7 +95,9 @@ def test_a_pod_deleted_before_it_found_room_is_told_and_nothing_hangs(
         resources={"gpuCount": 1},
         worldSize={"min": 2, "target": 2, "max": 2},
     )
-    space.until("tiny", "no room", lambda s: "ranks" in s and "no room" in s["ranks"][1]["message"])
+    space.until(
+        "tiny", "no capacity", lambda s: "ranks" in s and "no capacity" in s["ranks"][1]["message"]
+    )
     space.kubectl("delete", "pod", space.pods(1)[0]["metadata"]["name"], "--wait=false")
     status = space.until_phase("tiny", "failed")
     root = status["rootCause"]

@@ -57,7 +57,7 @@ def start(start_operator: Callable[..., Operator]) -> Callable[..., Operator]:
 
 
 @pytest.fixture
-def own_keys_only(site: Site) -> None:
+def two_nodes(site: Site) -> None:
     if not site.is_own or len(site.nodes) < 2:
         pytest.skip("needs two nodes of its own, to cut the link between them")
 
@@ -176,7 +176,7 @@ def test_ranks_meet_in_the_etcd_of_their_training(
     wait_for("its etcd is gone", lambda: left_over(space) == [])
 
 
-@pytest.mark.usefixtures("apart")
+@pytest.mark.usefixtures("two_nodes")
 def test_the_gate_opens_when_ranks_reach_each_other_and_a_cut_link_is_named(
     space: Space, start: Callable[..., Operator]
 ) -> None:
@@ -189,6 +189,7 @@ def test_the_gate_opens_when_ranks_reach_each_other_and_a_cut_link_is_named(
     assert condition(status, "MeshCapable")["status"] == "True"
     # c10d stays at rank 0: only the gate is in etcd.
     assert "-0." in status["rendezvousEndpoint"]
+    space.until_ready("tiny", 2)  # before that, kubectl has no log
     for rank in (0, 1):
         wait_for("the gate is passed", lambda rank=rank: "passed" in log(space, rank))
         assert "mesh-wait: OK" in log(space, rank)
@@ -223,7 +224,7 @@ def test_the_gate_opens_when_ranks_reach_each_other_and_a_cut_link_is_named(
     wait_for("its etcd is gone", lambda: left_over(space) == [])
 
 
-@pytest.mark.usefixtures("apart")
+@pytest.mark.usefixtures("two_nodes")
 def test_an_etcd_that_is_killed_is_replaced_and_told_everything_again(
     space: Space, start: Callable[..., Operator]
 ) -> None:
@@ -239,7 +240,7 @@ def test_an_etcd_that_is_killed_is_replaced_and_told_everything_again(
     assert {r.get("restarts", 0) for r in space.status("tiny")["ranks"]} == {0}
 
 
-@pytest.mark.usefixtures("apart")
+@pytest.mark.usefixtures("two_nodes")
 def test_in_an_etcd_that_trainings_share_each_leaves_nothing_behind(
     space: Space, start: Callable[..., Operator], tmp_path: Path
 ) -> None:

@@ -135,7 +135,7 @@ def test_kubectl_delete_pod_costs_that_rank_one_restart(space: Space, operator: 
     status = space.until_ready("tiny", 2)
     assert restarts(status) == {0: 0, 1: 1}
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
-    assert told == ["rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"]
+    assert told == ["rank 1: exit_code=7 reason=Deleted: it was deleted by somebody"]
 
 
 OUT_OF_MEMORY = "[ $RANK = 1 ] && { sleep 1; exec tail /dev/zero; }; sleep 1000 & wait"
@@ -206,7 +206,7 @@ def test_a_lost_rank_above_min_leaves_the_others_alone(space: Space, operator: O
 def test_no_room_is_told_in_the_schedulers_words(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh(FOREVER), resources={"gpuCount": 1})
     status = space.until(
-        "tiny", "told", lambda s: s.get("ranks") and "no room" in s["ranks"][0]["message"]
+        "tiny", "told", lambda s: s.get("ranks") and "no capacity" in s["ranks"][0]["message"]
     )
     assert "Insufficient nvidia.com/gpu" in status["ranks"][0]["message"]
     assert status["phase"] == "pending"

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from atoll.backends.kubernetes.executor import KubernetesBackend
-from atoll.backends.kubernetes.manifests import render_manifests
-from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.controller.loop import Controller
 from atoll.core.errors import ObjectTooLarge, Temporary
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
+from atoll.operator.manifests import render_manifests
+from atoll.operator.store import KubernetesStore
 from tests.e2e.kubernetes.conftest import SKIPPED, Site
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.fake_kubelet import FakeKubelet, KubeletCluster
@@ -133,7 +133,7 @@ class Scene:
     async def until_pods_gone(self) -> None:
         async with asyncio.timeout(1200):
             while True:
-                if not (await self.cluster.list("pods", SPACE, limit=1)).items:
+                if not (await self.cluster.page("pods", SPACE, limit=1)).items:
                     return
                 await asyncio.sleep(0.5)
 

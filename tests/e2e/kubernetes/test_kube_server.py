@@ -151,7 +151,7 @@ def test_attempts_and_times_of_lines_are_listed_and_it_runs_again(client: atoll.
     assert [line.text for line in training.logs(search="attempt 1")] == ["attempt 1"]
     assert training.logs(since=times[-1]) == [line for line in lines if line.time == times[-1]]
     still = client.deploy_distributed(
-        name="still", command=["true"], image=IMAGE, world_size=1, stall_s=5, code=False
+        name="idle_s", command=["true"], image=IMAGE, world_size=1, stall_s=5, code=False
     )
     (event,) = [e for e in still.events() if e.reason == "UnsupportedFields"]
     assert "stall_s 5.0: ranks report nowhere" in event.message

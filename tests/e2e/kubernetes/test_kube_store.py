@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.store import KubernetesStore
+from atoll.operator.store import KubernetesStore
 from tests.contract.test_store import *  # noqa: F403
 from tests.e2e.kubernetes.conftest import Site
 

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from atoll.backends.kubernetes.pod import Pod, when
-from atoll.backends.kubernetes.resource import to_training
 from atoll.core.errors import AtollError
 from atoll.core.status import Exit
+from atoll.operator.resource import to_training
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.test_kube_operator import left, sh

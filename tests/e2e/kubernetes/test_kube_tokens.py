@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.tokens import KubernetesTokens
+from atoll.operator.tokens import KubernetesTokens
 from tests.contract.test_tokens import *  # noqa: F403
 from tests.e2e.kubernetes.conftest import Site, Space
 

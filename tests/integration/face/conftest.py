@@ -20,13 +20,13 @@ import atoll
 from atoll.core.phase import Phase
 from atoll.core.ports import Executor
 from atoll.core.status import LogLine, Status, Training, WorldStatus
-from atoll.sdk.embedded import read_token, running, start, start_time
+from atoll.sdk.endpoint import read_token, running, start, start_time
 from atoll.server.app import create_app
 from atoll.server.http.auth import hash_token
 from atoll.server.http.server import GuardedServer, Limits, listen
 from atoll.server.http.streams import Streams
+from atoll.store.database import SQLiteTokens
 from atoll.store.sqlite import SQLiteStore
-from atoll.store.tokens import SQLiteTokens
 
 PATIENCE_S = 60
 

@@ -18,7 +18,7 @@ from tests.support.foreign_listener import needs_root
 
 import atoll
 from atoll.core.errors import Permanent
-from atoll.sdk.embedded import read_token, running, start, state_dir
+from atoll.sdk.endpoint import read_token, running, start, state_dir
 
 from .conftest import PATIENCE_S, stop, told, until
 

@@ -13,7 +13,7 @@ import pytest
 
 import atoll
 from atoll.backends.local import processes
-from atoll.sdk.embedded import running
+from atoll.sdk.endpoint import running
 
 from .conftest import PATIENCE_S, stop, told, until
 

@@ -120,3 +120,17 @@ def test_executors_without_files_are_searched_by_their_lines(served: Served) -> 
     with served.client("two") as other:
         assert other.get("/v1/trainings/a/logs/search?q=line").status_code == 404
     assert served.http.get("/v1/trainings/a/logs?at=1&rank=0").status_code == 400
+
+
+def test_a_line_of_ten_megabytes_comes_whole_to_the_library_and_to_a_pipe(
+    client: atoll.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "import sys; sys.stdout.write(','.join(f'{n:07d}' for n in range(1_250_000)) + '\\nend\\n')"
+    )
+    training = client.deploy_distributed("long", command=[sys.executable, "-c", script])
+    followed = [line.text for line in training.logs(follow=True)]
+    long = ",".join(f"{number:07d}" for number in range(1_250_000))
+    assert followed == [long, "end"]
+    assert [line.text for line in training.logs()] == [long, "end"]
+    assert command(client, monkeypatch, "long") == [f"[0] {long}", "[0] end"]

@@ -106,7 +106,7 @@ def test_an_interrupted_map_goes_on_where_it_was(client: atoll.Client, tmp_path:
     uids = {training.name: training.uid for training in client.list()}
     first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=PATIENCE_S)
-    assert re.search("interrupted with 2 of 5 done; 2 that run go on", err)
+    assert re.search("interrupted with 2 of 5 done; 2 keep running", err)
     (tmp_path / "go").touch()
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=True

@@ -18,6 +18,7 @@ from atoll import BelowMinimumWorld, NotFound, UDTerminalState, WorldSize, World
 from atoll.core.errors import Conflict
 from atoll.sdk import effects
 from atoll.sdk.endpoint import Address
+from atoll.sdk.wire import AsyncPerformer
 
 from .conftest import Plane
 
@@ -347,7 +348,22 @@ def test_ranks_start_in_the_callers_directory(
     assert [line.text for line in t.logs()] == [str(tmp_path)]
 
 
-def test_async_twins_do_the_same(client: atoll.Client, tmp_path: Path) -> None:
+def test_async_twins_do_the_same(
+    client: atoll.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followers: set[int] = set()  # calls that wait for the next change: each has read once
+    real = AsyncPerformer.__call__
+
+    async def perform(performer: AsyncPerformer, effect: effects.Effect) -> Any:
+        if isinstance(effect, effects.NextChange):
+            followers.add(id(performer))
+            if len(followers) == 5:
+                are_waiting.set()
+        return await real(performer, effect)
+
+    monkeypatch.setattr(AsyncPerformer, "__call__", perform)
+    are_waiting = asyncio.Event()
+
     async def story() -> list[str]:
         size = WorldSize(min=1, target=2, max=3)
         t = await client.deploy_distributed_async(
@@ -359,7 +375,10 @@ def test_async_twins_do_the_same(client: atoll.Client, tmp_path: Path) -> None:
             assert (await t.wait_until_target_world_async(TEN)).ready == 3
             with pytest.raises(BelowMinimumWorld):
                 await t.wait_until_complete_async(0.1)
+            followers.clear()
+            are_waiting.clear()
             waiting = [asyncio.create_task(t.wait_until_complete_async(TEN)) for _ in range(5)]
+            await are_waiting.wait()  # one that comes after the end would be refused
             (tmp_path / "go").touch()
             assert [world.ready for world in await asyncio.gather(*waiting)] == [3] * 5
             assert (await t.stats_async()).ranks_succeeded == 3

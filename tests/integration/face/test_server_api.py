@@ -13,7 +13,7 @@ import pytest
 from atoll.core.errors import NotFound
 from atoll.core.phase import Phase
 from atoll.core.status import Status, Training, WorldStatus
-from atoll.server.http.bodies import MAX_BODY_BYTES
+from atoll.server.http.operations import MAX_BODY_BYTES
 
 from .conftest import Served
 

@@ -12,7 +12,7 @@ import pytest
 
 import atoll
 from atoll.core.spec import MAX_SPEC_BYTES
-from atoll.server.http import bodies
+from atoll.server.http import operations
 
 from .conftest import Served
 
@@ -75,19 +75,19 @@ def test_millions_of_arguments_are_refused_while_they_arrive(served: Served) -> 
 def test_others_are_answered_while_a_large_body_is_decoded(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, begun, go_on = bodies.decode, threading.Event(), threading.Event()
+    real, begun, go_on = operations.decode, threading.Event(), threading.Event()
 
     def slow(data: bytes, kind: Any) -> Any:
-        if len(data) > bodies.DIRECT_BYTES:
+        if len(data) > operations.DIRECT_BYTES:
             begun.set()
             assert go_on.wait(30)
         return real(data, kind)
 
-    monkeypatch.setattr(bodies, "decode", slow)
+    monkeypatch.setattr(operations, "decode", slow)
     answers: list[int] = []
 
     def create() -> None:
-        body = spec(args=["x" * 2 * bodies.DIRECT_BYTES])
+        body = spec(args=["x" * 2 * operations.DIRECT_BYTES])
         answers.append(served.http.post("/v1/trainings", json=body).status_code)
 
     creating = threading.Thread(target=create)
@@ -104,13 +104,13 @@ def test_others_are_answered_while_a_large_body_is_decoded(
 def test_large_bodies_of_one_namespace_take_turns_and_leave_room_for_others(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, inside, go_on = bodies.decode, threading.Semaphore(0), threading.Event()
+    real, inside, go_on = operations.decode, threading.Semaphore(0), threading.Event()
     now, most = 0, 0
     lock = threading.Lock()
 
     def slow(data: bytes, kind: Any) -> Any:
         nonlocal now, most
-        if len(data) > bodies.LARGE_BYTES:
+        if len(data) > operations.LARGE_BYTES:
             with lock:
                 now += 1
                 most = max(most, now)
@@ -120,7 +120,7 @@ def test_large_bodies_of_one_namespace_take_turns_and_leave_room_for_others(
                 now -= 1
         return real(data, kind)
 
-    monkeypatch.setattr(bodies, "decode", slow)
+    monkeypatch.setattr(operations, "decode", slow)
     code = base64.b64encode(b"#" * 2 * 2**20).decode()
     answers: list[int] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import atoll
-from atoll.sdk.embedded import read_token
+from atoll.sdk.endpoint import read_token
 from atoll.server.http.server import Limits
 
 from .conftest import Served

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from atoll.server import api
+from atoll.server import app
 from atoll.server.http.openapi import document
 
 from .conftest import Served
@@ -46,8 +46,8 @@ def document_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
     server.close()
 
 
-ROWS = api.NATIVE
-DOCUMENT = document(ROWS, api.STREAMED)
+ROWS = app.NATIVE
+DOCUMENT = document(ROWS, app.STREAMED)
 schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 
@@ -104,7 +104,7 @@ def test_every_line_of_a_log_is_as_documented(document_server: Served, query: st
 
 def test_every_row_is_a_route_and_every_route_is_documented(document_server: Served) -> None:
     told = document_server.http.get("/openapi.json").json()
-    assert told == document(ROWS, api.STREAMED)
+    assert told == document(ROWS, app.STREAMED)
     rows = {(op.method, op.path) for op in ROWS}
     found = {(method.upper(), path) for path, item in told["paths"].items() for method in item}
     assert found == rows

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from atoll.core.ports import Change
 from atoll.sdk.wire import Parser
-from atoll.server.http import encoded as encoded_module
+from atoll.server.http import operations
 
 from .conftest import Served
 
@@ -183,13 +183,13 @@ def test_a_change_is_encoded_once_however_many_watch(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    real = encoded_module.event_bytes
+    real = operations.event_bytes
 
     def counting(change: Change) -> bytes:
         encoded.append(change.version)
         return real(change)
 
-    monkeypatch.setattr(encoded_module, "event_bytes", counting)
+    monkeypatch.setattr(operations, "event_bytes", counting)
     start = served.create("a")["resourceVersion"]
     seen: list[list[int]] = []
 

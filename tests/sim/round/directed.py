@@ -437,6 +437,155 @@ def grace_that_is_too_short(**broken: Any) -> Stage:
     return stage
 
 
+def leaver_hands_in_all_fragments(**broken: Any) -> Stage:
+    """It is told to go between two rounds: the rounds of all fragments have what it trained."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), **broken)
+    replicas = stage.start_all()
+    stage.run_to(4)
+    replicas[1].leave()
+    stage.run_until(lambda: replicas[1].has_left, within=60, what="rank 1 has left")
+    stage.run_to(stage.rounds + 4)
+    check(stage.oracle.stats["rests"] == 2, stage, "the other fragments are lost")
+    return stage
+
+
+def leaver_is_replaced_at_once(**broken: Any) -> Stage:
+    """A new process of its rank comes before the rounds of its other fragments."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), **broken)
+    replicas = stage.start_all()
+    stage.run_to(4)
+    replicas[1].leave()
+    stage.run_until(lambda: replicas[1].has_left, within=60, what="rank 1 has left")
+    new = stage.start(1)
+    stage.run_until(lambda: stage.oracle.members[new.nonce] > 1, within=200)
+    check(stage.oracle.stats["rests"] == 2, stage, "the other fragments are lost")
+    return stage
+
+
+def joiner_knows_who_has_left(**broken: Any) -> Stage:
+    """All others die after one has left: those who come load what it brings from a checkpoint."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), every=1, **broken)
+    replicas = stage.start_all()
+    stage.run_to(3)
+    replicas[1].leave()
+    stage.run_until(lambda: bool(stage.oracle.rests), what="the first of its rows is committed")
+    stage.run_for(1.0)
+    for replica in stage.alive():
+        replica.kill()
+    for rank in (0, 2):
+        stage.start(rank)
+    stage.run_to(stage.rounds + 4)
+    check(stage.oracle.stats["rests"] == 2, stage, "the other fragments are lost")
+    return stage
+
+
+def all_leave_and_the_run_goes_on(**broken: Any) -> Stage:
+    """Nobody is there to decide the round: whoever comes back commits what they handed in."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5), **broken)
+    replicas = stage.start_all()
+    stage.run_to(4)
+    for replica in replicas:
+        for task in replica.group.tasks:
+            task.is_leaving = True
+            stage.world.wake(task)
+    stage.run_until(lambda: not stage.alive(), within=60, what="all have left")
+    handed = [
+        key for key, body in stage.oracle.uploads.items() if b'"is_leaving":true' in body.header
+    ]
+    handed = [key for key in handed if "+" not in key]
+    check(len(handed) == 3, stage, f"not all have handed in: {handed}")
+    stage.start_all()
+    stage.run_to(7, within=200)
+    committed = [key for key in handed if key in stage.oracle.committed_uploads]
+    check(committed == handed, stage, f"only {committed} of {handed} counts")
+    vain = stage.oracle.stats["late"] + stage.oracle.stats["dropped"]
+    check(not vain, stage, "somebody trained before it was committed")
+    return stage
+
+
+def leaves_and_comes_back(**broken: Any) -> Stage:
+    """One leaves and a new process of its rank uploads, before the others come to the round."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5), **broken)
+    replicas = stage.start_all()
+    stage.run_to(4)
+    for rank in (0, 2):
+        stage.on(rank, "put", "upload/00000004", stage.freeze(25))
+    replicas[1].leave()
+    stage.run_until(lambda: replicas[1].has_left, within=60, what="rank 1 has left")
+    (handed,) = stage.keys("upload/00000004/00001")
+    stage.start(1)
+    stage.run_to(8, within=300)
+    check(handed in stage.oracle.committed_uploads, stage, f"{handed} is lost")
+    return stage
+
+
+def told_to_leave_while_its_round_is_decided(**broken: Any) -> Stage:
+    """Its upload is in the round: that is taken, and the next one is brought the rest."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), **broken)
+    replicas = stage.start_all()
+    stage.run_to(3)
+
+    def leave(task: Any) -> None:
+        for each in replicas[2].group.tasks:
+            each.is_leaving = True
+            stage.world.wake(each)
+
+    stage.on(0, "create", "manifest/00000003", leave, when="done")
+    stage.run_until(lambda: replicas[2].has_left, within=90, what="rank 2 has left")
+    stage.run_to(stage.rounds + 4)
+    check(2 in stage.members(3), stage, "rank 2 is not in round 3")
+    check(stage.oracle.stats["rests"] >= 1, stage, "the other fragments are lost")
+    return stage
+
+
+def dropped_by_prepare(**broken: Any) -> Stage:
+    """A replica that is far slower than the rounds are kept comes to be a member all the same."""
+    stage = Stage(world=3, quorum=2, cells=(6,), every=2, keep=1, period_s=2.0, **broken)
+    slow = stage.start_all()[2]
+    stage.run_to(10)
+    stage.run_.slowness[2] = 12.0  # of its training; its requests take as long as any
+    stage.run_for(100)
+    before = stage.oracle.members[slow.nonce]
+    stage.run_for(900)
+    check(stage.oracle.members[slow.nonce] > before + 5, stage, "it stays behind")
+    return stage
+
+
+def manifest_damaged_once(**broken: Any) -> Stage:
+    """One GET of a manifest answers with damaged bytes: it is read again."""
+    stage = Stage(world=3, quorum=2, cells=(6,), **broken)
+    stage.start_all()
+    stage.run_to(2)
+    key, damaged = objects.manifest_key(2), list[str]()
+
+    def damage(_: Any) -> None:
+        if not damaged and stage.keys(key):
+            damaged.append(key)
+            stage.damage(key, reads=1)
+
+    for rank in (0, 1, 2):
+        stage.on(rank, "get", key, damage, times=100)
+    stage.run_to(4, within=100)
+    check(bool(damaged), stage, "nobody has read it")
+    check(not stage.oracle.errors, stage, f"a call has failed: {stage.oracle.errors}")
+    return stage
+
+
+def manifest_damaged_for_good(**broken: Any) -> Stage:
+    """A manifest that no checkpoint covers is damaged: the error says what to do."""
+    stage = Stage(world=3, quorum=2, cells=(6,), every=50, **broken)
+    replicas = stage.start_all()
+    stage.run_to(3)
+    for replica in replicas:
+        replica.kill()
+    stage.damage(objects.manifest_key(1))
+    stage.start_all()
+    stage.run_for(3 * stage.setup.timeout_s)
+    named = [each for each in stage.oracle.errors if "manifest/00000001 has committed" in each]
+    check(bool(named) and "Restore it" in named[0], stage, f"{stage.oracle.errors[:2]}")
+    return stage
+
+
 DIRECTED = {
     each.__name__: each
     for each in (
@@ -465,5 +614,14 @@ DIRECTED = {
         owners_die_before_their_means,
         nobody_trained,
         grace_that_is_too_short,
+        leaver_hands_in_all_fragments,
+        leaver_is_replaced_at_once,
+        joiner_knows_who_has_left,
+        all_leave_and_the_run_goes_on,
+        leaves_and_comes_back,
+        told_to_leave_while_its_round_is_decided,
+        dropped_by_prepare,
+        manifest_damaged_once,
+        manifest_damaged_for_good,
     )
 }

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import msgspec
 
 from atoll.diloco.round import decide, gc, objects
-from atoll.diloco.round.effects import LATE, MEMBER, Create, SaveCheckpoint
+from atoll.diloco.round.effects import DROPPED, LATE, MEMBER, Create, Get, Log, SaveCheckpoint
 from atoll.diloco.round.objects import FLAT, Manifest, Outcome
 from tests.sim.round.directed import DIRECTED
 from tests.sim.round.replica import SimMachine, Steps
@@ -73,6 +73,8 @@ class OwnManifestUsed(SimMachine):  # R2
     def _create_manifest(self, look: Any, decision: Any) -> Steps:
         steps = super()._create_manifest(look, decision)
         create = next(steps)
+        while isinstance(create, Log):
+            create = steps.send((yield create))
         assert isinstance(create, Create)
         yield create
         return objects.read_manifest(create.key, create.body)
@@ -151,6 +153,51 @@ class NoHonesty(SimMachine):
             return super()._settle(manifest, outcomes)
         finally:
             self.ledger = ledger
+
+
+class OneFragmentHandedIn(SimMachine):
+    def _hand_in_rows(self, rows: Any) -> Steps:
+        rows.left = {at: weight * (at == self.round % 3) for at, weight in rows.left.items()}
+        yield from super()._hand_in_rows(rows)
+
+
+class DecidedRoundNotTaken(SimMachine):
+    def hand_in(self, offer: Any, weights: Any) -> Steps:
+        steps = super().hand_in(offer, weights)
+        answer = None
+        while True:
+            try:
+                effect = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            is_manifest = isinstance(effect, Get) and effect.key.startswith("manifest/")
+            answer = None if is_manifest else (yield effect)
+
+
+class DepartedForgotten(SimMachine):
+    def _load_checkpoint(self) -> Steps:
+        missing = yield from super()._load_checkpoint()
+        self.departed = ()
+        return missing
+
+
+class NoRoundAtOpen(SimMachine):
+    def _commit_handed_in(self) -> Steps:
+        return
+        yield
+
+
+class NoEmptyRound(SimMachine):
+    def _take_empty_round(self) -> Steps:
+        return self._result(DROPPED)
+        yield
+
+
+class ManifestReadOnce(SimMachine):
+    def _read_manifest(self, round: int) -> Steps:
+        key = objects.manifest_key(round)
+        body = yield Get(key)
+        return None if body is None else objects.read_manifest(key, body)
 
 
 # -- Functions with one rule less -----------------------------------------------------------------
@@ -313,6 +360,16 @@ ONE_PROCESS = (
     Mutant("applied before all receipts", flag="applied before all receipts", settings=DIRECT),
     Mutant("the own receipt is ignored", flag="own receipt ignored", settings=DIRECT),
     Mutant("the first round does not wait", machine=FirstRoundDoesNotWait),
+    Mutant("one fragment is handed in", machine=OneFragmentHandedIn),
+    Mutant("a decided round is not taken before the rest", machine=DecidedRoundNotTaken),
+    Mutant("who has left is forgotten at a join", machine=DepartedForgotten),
+    Mutant("what all handed in waits for the next period", machine=NoRoundAtOpen),
+    Mutant(
+        "the newest upload counts, not the one that was handed in",
+        patches=((decide, "_precedence", lambda found: (found.time, found.key)),),
+    ),
+    Mutant("who joins again trains first", machine=NoEmptyRound),
+    Mutant("a damaged manifest is not read again", machine=ManifestReadOnce),
     Mutant(
         "neither claim check nor honesty",
         flag="no honesty",
@@ -415,6 +472,13 @@ CAUGHT_BY: dict[str, int | str] = {
     "applied before all receipts": 0,
     "the own receipt is ignored": 8,
     "the first round does not wait": 0,
+    "one fragment is handed in": "leaver_hands_in_all_fragments",
+    "a decided round is not taken before the rest": "told_to_leave_while_its_round_is_decided",
+    "who has left is forgotten at a join": "joiner_knows_who_has_left",
+    "what all handed in waits for the next period": "all_leave_and_the_run_goes_on",
+    "the newest upload counts, not the one that was handed in": "leaves_and_comes_back",
+    "who joins again trains first": "dropped_by_prepare",
+    "a damaged manifest is not read again": "manifest_damaged_once",
     "neither claim check nor honesty": 3,
     "many: begin by process 0 alone": 0,
     "many: settle by process 0 alone": 0,

@@ -1,6 +1,6 @@
 """What must be true of a run, computed from the objects in the store, not from anybody's books.
 
-The oracle sees every object that was ever stored and every commit of every process. O1 … O14 are
+The oracle sees every object that was ever stored and every commit of every process. O1 … O15 are
 the promises of the round; `Violation` names the one that was broken.
 """
 
@@ -64,6 +64,14 @@ def carried(cells: int, shards: int, process: int, processes: int) -> set[int]:
     return found
 
 
+def read_header(key: str, body: UploadBody) -> objects.UploadHeader:
+    return objects.read_header(key.partition("+")[0], body.header)
+
+
+def rest_keys(member: objects.Member) -> list[str]:
+    return [objects.rest_key(member.upload, ahead + 1) for ahead in range(len(member.rest))]
+
+
 class Oracle:
     """Checks one world."""
 
@@ -84,6 +92,7 @@ class Oracle:
         self.strays: dict[str, int] = defaultdict(int)
         self.committed_ids: dict[int, set[int]] = defaultdict(set)
         self.committed_uploads: set[str] = set()
+        self.rests: dict[int, list[tuple[str, str]]] = defaultdict(list)  # by round: key, layout
         self.claimed: set[int] = set()
         self.positions: dict[int, frozenset[int]] = {}  # of a training
         self.claimed_ids: set[int] = set()
@@ -115,7 +124,7 @@ class Oracle:
             self.ended_ranks.add(int(key[-10:].split("/")[-1].split(".")[0]))
         elif key.startswith("upload/"):
             self.uploads[key] = body
-            header = objects.read_header(key, body.header)
+            header = read_header(key, body)
             for process in range(header.processes if header.processes > 1 else 0):
                 if objects.part_key(key, process) not in self.parts:
                     self.fail("O6", f"{key} is stored before part {process} of it")
@@ -141,8 +150,8 @@ class Oracle:
             upload = self.uploads.get(member.upload)
             if upload is None:
                 self.fail("O6", f"{member.upload} was never stored")
-            else:
-                header = objects.read_header(member.upload, upload.header)
+            elif not member.is_rest:
+                header = read_header(member.upload, upload)
                 if header.chain != manifest.chain:
                     self.fail("O6", f"{member.upload} is of another chain than its manifest")
         if manifest.round == 0 and self.first_upload_at is not None:
@@ -188,7 +197,7 @@ class Oracle:
         if upload.cells is not None:
             return upload.cells
         found: dict[int, int] = {}
-        header = objects.read_header(key, upload.header)
+        header = read_header(key, upload)
         for process in range(header.processes):
             found.update(self.parts.get(objects.part_key(key, process), {}))
         return found
@@ -277,7 +286,19 @@ class Oracle:
 
     def _commit_canonical(self, manifest: Manifest) -> None:
         fragment = manifest.round % len(self.setup.cells)
+        members = {member.upload for member in manifest.members}
+        for key, layout in self.rests.pop(manifest.round, ()):
+            if layout == manifest.layout and key not in members:
+                self.fail("O15", f"{key}, which was handed in, is not in its round")
+            members.discard(key)
+            self.stats["rests"] += layout == manifest.layout
+        if any("+" in key for key in members):
+            self.fail("O15", f"round {manifest.round} has what nobody handed in: {members}")
         for member in manifest.members:
+            for ahead, (key, rest) in enumerate(zip(rest_keys(member), member.rest, strict=True)):
+                if rest.weight:
+                    later = manifest.round + ahead + 1
+                    self.rests[later].append((key, manifest.layout))
             upload = self.uploads[member.upload]
             if member.upload in self.committed_uploads:
                 self.fail("O6", f"{member.upload} is in two rounds")
@@ -289,18 +310,23 @@ class Oracle:
                 self.committed_ids[fragment] |= upload.ids
             if self.setup.terms is None:
                 continue
+            rests = zip(rest_keys(member), member.rest, strict=True)
+            carriers = [self.uploads[key] for key, rest in rests if rest.weight]
+            if member.weight:
+                carriers.append(upload)
+            ids = frozenset[int]().union(*(each.ids for each in carriers))
             claim = set(ranges.positions(member.claim))
             if claim & self.claimed:
                 self.fail("O7", f"positions {claim & self.claimed} are used twice")
             self.claimed |= claim
-            if not member.weight:
+            if not carriers:
                 continue
             trained: set[int] = set()
-            for each in upload.ids - self.claimed_ids:
+            for each in ids - self.claimed_ids:
                 trained |= self.positions[each]
             if trained != claim:
                 self.fail("O7", f"{member.upload} trained on {trained} and claims {claim}")
-            self.claimed_ids |= upload.ids
+            self.claimed_ids |= ids
 
     def join(self, machine: SimMachine) -> None:
         """A replica has loaded a checkpoint."""

@@ -18,6 +18,7 @@ from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round import objects
 from atoll.diloco.round.effects import (
+    DROPPED,
     FOREIGN,
     LEFT,
     ApplyMeans,
@@ -37,6 +38,7 @@ from atoll.diloco.round.effects import (
     SaveCheckpoint,
     Sleep,
     StoreError,
+    UnlikeUpload,
     Upload,
 )
 from atoll.diloco.round.objects import DIRECT, DamagedObject, Manifest, Outcome
@@ -81,6 +83,7 @@ class Setup:
     training: float = 0.95  # the chance that a period has inner steps at all
     not_finite: float = 0.0
     launch: str = "one"
+    version: int = 0  # of settings that all must have alike
     is_parallel: bool = False  # several objects are read at once, as a real driver does
 
     def has(self, mutant: str) -> bool:
@@ -334,15 +337,24 @@ class Process:
     def _share_upload(self, effect: Upload) -> Steps:
         if effect.round % len(self.setup.cells) in self.poisoned and effect.header.weight:
             self.oracle.fail("O3", f"{self.name} uploads values that are not finite")
-        fragment = effect.round % len(self.setup.cells)
-        self.encoded = {
-            cell: encode_up(value, self.setup) for cell, value in self.row[fragment].items()
-        }
+        ids = []
+        for ahead in range(1, len(effect.header.rest) + 1):
+            fragment, encoded = self._encode(effect.round + ahead)
+            ids.append((frozenset(self.row_ids[fragment]), encoded))
+            if self.processes > 1:
+                key = objects.part_key(objects.rest_key(effect.key, ahead), self.at)
+                yield "put", key, encoded
+        fragment, self.encoded = self._encode(effect.round)
         self.encoded_for = effect.key
         if self.processes > 1:
             key = objects.part_key(effect.key, self.at)
             yield "put", key, dict(self.encoded)
-        return frozenset(self.row_ids[fragment])
+        return frozenset(self.row_ids[fragment]), ids
+
+    def _encode(self, round: int) -> tuple[int, dict[int, int]]:
+        fragment = round % len(self.setup.cells)
+        row = self.row[fragment].items()
+        return fragment, {cell: encode_up(value, self.setup) for cell, value in row}
 
     def _read_member(self, manifest: Manifest, rank: int, cells: set[int]) -> Steps:
         """The values of a member's upload in these cells; MISSING or DAMAGED."""
@@ -710,9 +722,14 @@ class Process:
         """Join what the processes answer; then the leader stores what speaks for all."""
         if isinstance(effect, Upload):
             claim = frozenset(ranges.positions(effect.header.claim))
+            header = objects.encode(effect.header)
+            ids, rests = answers[0]
+            for ahead, (rest_ids, encoded) in enumerate(rests, 1):
+                cells = encoded if self.processes == 1 else None
+                body = UploadBody(header, cells, rest_ids, frozenset())
+                yield "put", objects.rest_key(effect.key, ahead), body
             cells = dict(self.encoded) if self.processes == 1 else None
-            body = UploadBody(objects.encode(effect.header), cells, answers[0], claim)
-            yield "put", effect.key, body
+            yield "put", effect.key, UploadBody(header, cells, ids, claim)
             return effect.header
         if isinstance(effect, MakeMeans) and effect.manifest.plan == DIRECT:
             return (yield from self._create_receipts(effect, answers))
@@ -764,14 +781,15 @@ class Process:
     def call(self, name: str, *args: Any) -> Steps:
         self.call_number += 1
         if self.at:
-            kind, value, rounds, hold = yield from self._follow()
+            kind, value, rounds, hold, is_pending = yield from self._follow()
             if self.setup.has("errors raised by one") and kind == "error":
                 kind, value = "value", None
         else:
-            kind, value, rounds, hold = yield from self._lead(name, *args)
+            kind, value, rounds, hold, is_pending = yield from self._lead(name, *args)
         self.oracle.call_ended(self, self.call_number, f"{kind} {value!r:.80} {rounds}")
         self.hold = hold
         self.rounds = rounds
+        self.is_pending = is_pending
         if kind == "error":
             self.oracle.errors.append(str(value))
             raise value
@@ -788,10 +806,10 @@ class Process:
             try:
                 effect = steps.throw(error) if error else steps.send(answer)
             except StopIteration as stop:
-                end = "value", stop.value, machine.round, machine.hold
+                end = "value", stop.value, machine.round, machine.hold, machine.is_pending
                 break
             except (StoreError, AtollError, DamagedObject) as failed:
-                end = "error", failed, machine.round, machine.hold
+                end = "error", failed, machine.round, machine.hold, machine.is_pending
                 break
             error = None
             try:
@@ -834,6 +852,7 @@ class Process:
     # -- Life -----------------------------------------------------------------------------------
 
     rounds = 0
+    is_pending = False  # an offer, and nobody may touch its row
 
     def live(self) -> Steps:
         """Train, hand in, take the mean, for ever or until it is told to leave."""
@@ -862,9 +881,16 @@ class Process:
             if self.machine is not None:
                 self.machine.is_leaving |= leaves
             try:
+                if leaves and len(setup.cells) > 1:
+                    yield from self._hand_in(weight, all(finite for finite, _ in words))
+                    return "left"
                 result = yield from self.call("prepare")
                 if result is not None and result.fate == LEFT:
+                    if len(setup.cells) > 1:
+                        yield from self._hand_in(weight, all(finite for finite, _ in words))
                     return "left"
+                if result is not None and result.fate == DROPPED:
+                    continue
                 self._check_honesty()
                 offer = self._make_offer(weight, all(finite for finite, _ in words))
                 if setup.overlap and rng.random() < 0.5:
@@ -878,10 +904,33 @@ class Process:
                     self.hold = newest
                 self._check_honesty()
                 if result.fate == LEFT:
+                    if len(setup.cells) > 1:
+                        yield from self._hand_in(weight, is_finite=True)
                     return "left"
                 self._count(result)
+            except UnlikeUpload:
+                self.run.world.count("unlike")
+                return "failed"
             except (StoreError, AtollError, DamagedObject):
                 yield "sleep", rng.choice((0.1, 1.0, 5.0))
+
+    def _hand_in(self, weight: int, is_finite: bool) -> Steps:
+        """The rows of all fragments, but that of the one whose upload is on its way."""
+        pending = self.rounds % len(self.setup.cells) if self.is_pending else None
+        if pending is None:
+            self._check_honesty()
+        for fragment in range(len(self.setup.cells)):
+            if fragment != pending:
+                self.fill_row(fragment)
+        trained = [weight if ids else 0 for ids in self.row_ids]
+        steps, self.steps = self.steps, 0
+        claim = ranges.of(self.fresh)
+        offer = Offer(float(weight), steps, claim=claim if is_finite else (), is_finite=is_finite)
+        while True:
+            try:
+                return (yield from self.call("hand_in", offer, tuple(map(float, trained))))
+            except (StoreError, AtollError, DamagedObject):
+                yield "sleep", 1.0
 
     def _count(self, result: RoundResult) -> None:
         if not self.at:
@@ -966,7 +1015,7 @@ class Replica:
             rank=rank,
             world=setup.world,
             nonce=nonce,
-            layout=objects.digest(f"{setup.world} {setup.cells}".encode()),
+            layout=objects.digest(f"{setup.version} {setup.world} {setup.cells}".encode()),
             shards=setup.world,
             cells=setup.cells,
             launch=setup.launch,

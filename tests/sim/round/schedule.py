@@ -177,6 +177,10 @@ class Schedule:
                     each.kill()
                 if rng.random() < 0.6:
                     self._resize()
+            elif chance < 0.92:
+                world.count("all told to leave")
+                for each in alive:
+                    each.leave()
         world.at(world.now + rng.expovariate(1 / self.pause_s), self._disturb)
 
     def _resize(self) -> None:
@@ -185,6 +189,7 @@ class Schedule:
             replica.kill()
         setup = self.setup
         setup.world = self.rng.randint(2, 5)
+        setup.version += self.rng.randint(0, 1)
         setup.quorum = min(setup.quorum, setup.world // 2 + 1)
         setup.together = tuple(range(setup.world)) if setup.together else ()
         setup.launch += "x"

@@ -5,27 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from obstore.store import LocalStore, MemoryStore
 
-from atoll.agent.bucket import Objects
+from atoll.agent.bucket import Bucket
 from atoll.agent.wrapper import RankAttempt
 from atoll.core.errors import ValidationError
 
 
-@pytest.fixture(params=["memory", "folder"])
-def record_store(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
-    store = MemoryStore() if request.param == "memory" else LocalStore(tmp_path)
-    return Objects(store, request.param)
+@pytest.fixture
+def record_store(tmp_path: Path) -> Bucket:
+    return Bucket.open(f"memory://{tmp_path}")
 
 
-def test_a_name_is_created_once(record_store: Objects) -> None:
+def test_a_name_is_created_once(record_store: Bucket) -> None:
     assert record_store.create("a", b"1")
     assert record_store.create("a", b"1")  # the same request again, as after a lost answer
     assert not record_store.create("a", b"2")
     assert record_store.get("a") == b"1"
 
 
-def test_put_get_list_and_delete(record_store: Objects) -> None:
+def test_put_get_list_and_delete(record_store: Bucket) -> None:
     assert record_store.get("a") is None
     record_store.put("a", b"1")
     record_store.put("a", b"2")
@@ -38,11 +36,11 @@ def test_put_get_list_and_delete(record_store: Objects) -> None:
     assert sorted(record_store.entries()) == ["0.0.heartbeat"]
 
 
-def test_a_claim_is_taken_once(record_store: Objects) -> None:
+def test_a_claim_is_taken_once(record_store: Bucket) -> None:
     assert RankAttempt(record_store, 0, 0, "h").claim()
     assert not RankAttempt(record_store, 0, 0, "h").claim()
 
 
 def test_a_uri_that_is_none_is_refused() -> None:
     with pytest.raises(ValidationError, match="uri"):
-        Objects.open("nonesuch://bucket/prefix")
+        Bucket.open("nonesuch://bucket/prefix")

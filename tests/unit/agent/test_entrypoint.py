@@ -130,11 +130,13 @@ def test_what_torch_wrote_of_a_failed_replica_is_kept(tmp_path: Path, is_written
     own = {"message": {"message": "torch's own", "extraInfo": {"timestamp": "1"}}}
     code = f"""
 import json, pickle, pathlib, sys
-from atoll.agent import replica_entry
+from atoll.agent.entrypoint import ReplicaCall, main
 path = pathlib.Path({str(file)!r})
 if {is_written}:
     path.write_text(json.dumps({own!r}))
-replica_entry.main(pickle.dumps({{"path": [], "name": "math:nonesuch", "args": {{}}}}))
+call = pathlib.Path({str(tmp_path / "call.pkl")!r})
+call.write_bytes(pickle.dumps(ReplicaCall("math:nonesuch", {{}}, [])))
+sys.exit(main(["function", str(call)]))
 """
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)

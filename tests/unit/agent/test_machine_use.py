@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from atoll.agent import machine_use, metric_sinks, process
-from atoll.agent.bundle import wrapper_file
 from atoll.agent.machine_use import (
     NvmlGpus,
     UseThread,
@@ -21,6 +20,7 @@ from atoll.agent.machine_use import (
     metrics_of,
     processes_of,
 )
+from atoll.backends.base import wrapper_file
 from atoll.metrics.store import decode_batch
 
 
@@ -150,8 +150,8 @@ def test_a_wrapper_without_atoll_measures_its_command(tmp_path: Path) -> None:
     for part in (process, machine_use, metric_sinks):
         source = Path(str(part.__file__))
         (folder / source.name).write_bytes(source.read_bytes())
-    figures = tmp_path / "figures"
-    script = "while ! ls figures/* >/dev/null 2>&1; do sleep 0.05; done"
+    figures = tmp_path / "metrics"
+    script = "while ! ls metrics/* >/dev/null 2>&1; do sleep 0.05; done"
     env = {"ATOLL_REPORTS": figures.as_uri(), "ATOLL_RANK": "2", "PATH": os.environ["PATH"]}
     wrapper = [sys.executable, "-S", "-I", str(folder / "process.py"), "--", "sh", "-c", script]
     done = subprocess.run(wrapper, env=env, cwd=tmp_path, timeout=60, check=False)
@@ -162,7 +162,7 @@ def test_a_wrapper_without_atoll_measures_its_command(tmp_path: Path) -> None:
 
 def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
     """One archive, run by a plain Python, with its records in a folder."""
-    record_store, figures = tmp_path / "place", tmp_path / "figures"
+    record_store, figures = tmp_path / "place", tmp_path / "metrics"
     record_store.mkdir()
     (tmp_path / "atoll.pyz").write_bytes(wrapper_file())
     script = f"while ! ls {figures}/* >/dev/null 2>&1; do sleep 0.05; done"

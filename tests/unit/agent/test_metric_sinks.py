@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from obstore.store import MemoryStore
 
 from atoll.agent import bucket, metric_sinks, metrics
 from atoll.agent.metric_sinks import BatchRefused, HttpSink, ObjectSink, sink_of
@@ -83,7 +82,7 @@ def test_what_is_refused_is_left_out_and_told_once(
         reporter.flush()
         reporter.add(step, {"loss": 1.0})
     assert [r.getMessage() for r in caplog.records] == [
-        "atoll.report: figures are left out: too large"
+        "atoll.report: metrics are dropped: too large"
     ]
 
 
@@ -112,9 +111,8 @@ def test_rounds_that_are_too_large_together_go_one_by_one(
 
 
 def test_objects_are_read_once_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Any = MemoryStore()
-    shared = bucket.Objects(store, "memory")
-    monkeypatch.setattr(bucket.Objects, "open", lambda uri: shared)
+    shared = bucket.Bucket.open(f"memory://{tmp_path}")
+    monkeypatch.setattr(bucket.Bucket, "open", lambda uri: shared)
     line = metrics.batch_of(metrics.MetricWriter(0, 1, 0, "a"), 1, {"loss": [[1.0, 1, 0.5]]}, 0)
     more = metrics.batch_of(metrics.MetricWriter(0, 1, 0, "a"), 2, {"loss": [[2.0, 2, "nan"]]}, 0)
     sink = ObjectSink("s3://bucket/x", "0.1.0.a")
@@ -132,9 +130,8 @@ def test_objects_are_read_once_and_deleted(tmp_path: Path, monkeypatch: pytest.M
 def test_an_object_of_ten_megabytes_is_refused_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store: Any = MemoryStore()
-    shared = bucket.Objects(store, "memory")
-    monkeypatch.setattr(bucket.Objects, "open", lambda uri: shared)
+    shared = bucket.Bucket.open(f"memory://{tmp_path}")
+    monkeypatch.setattr(bucket.Bucket, "open", lambda uri: shared)
     monkeypatch.setattr(collect, "_REFUSED", set())
     for name in ("a", "b"):
         shared.put(name, b"x" * 10_000_000)
@@ -149,7 +146,7 @@ def test_a_store_that_fails_holds_figures_back(monkeypatch: pytest.MonkeyPatch) 
     def fail(uri: str) -> Any:
         raise Temporary("no answer")
 
-    monkeypatch.setattr(bucket.Objects, "open", fail)
+    monkeypatch.setattr(bucket.Bucket, "open", fail)
     with pytest.raises(OSError, match="no answer"):
         ObjectSink("s3://bucket/x", "a").hand_on(b"{}")
 

@@ -44,9 +44,9 @@ def test_figures_arrive_with_rank_attempt_step_and_time(reporter: Reporter, tmp_
     reporter.flush()
     (batch,) = lines(tmp_path)
     assert (batch["rank"], batch["attempt"], batch["n"]) == (3, 2, 1)
-    (point,) = batch["figures"]["loss"]
+    (point,) = batch["metrics"]["loss"]
     assert point[1:] == [7, 0.25]
-    assert batch["figures"]["tokens"][0][2] == 4096
+    assert batch["metrics"]["tokens"][0][2] == 4096
 
 
 def test_whatever_a_figure_is_report_does_not_raise(
@@ -64,7 +64,7 @@ def test_whatever_a_figure_is_report_does_not_raise(
         metrics.report(loss="word", other=Hostile(), good=1)
     metrics._REPORTER.flush()
     (batch,) = lines(tmp_path)
-    assert list(batch["figures"]) == ["good"]
+    assert list(batch["metrics"]) == ["good"]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == len(set(told)) == 3, "each trouble is told once"
     assert any("invalid literal" in words for words in told)
@@ -166,7 +166,7 @@ def test_threads_that_report_first_at_once_lose_nothing(
         thread.join()
     several.flush()
     (batch,) = lines(tmp_path)
-    assert sorted(point[1] for point in batch["figures"]["loss"]) == list(range(8))
+    assert sorted(point[1] for point in batch["metrics"]["loss"]) == list(range(8))
 
 
 ENDING = """
@@ -206,7 +206,7 @@ def test_the_process_ends_with_all_told_or_without_waiting_for_ever(
         assert not told.exists()
         return
     batches = [json.loads(line) for line in told.read_bytes().splitlines()]
-    steps = [point[1] for batch in batches for point in batch["figures"]["loss"]]
+    steps = [point[1] for batch in batches for point in batch["metrics"]["loss"]]
     assert steps == [0, 1]
 
 
@@ -229,7 +229,7 @@ def test_what_an_accelerator_still_computes_is_not_waited_for(
     value.is_done = True
     reporter.flush()
     (batch,) = lines(tmp_path)
-    assert batch["figures"]["loss"][0][2] == 0.5
+    assert batch["metrics"]["loss"][0][2] == 0.5
 
 
 def test_a_loss_that_still_has_its_gradient_is_taken_without_a_word(
@@ -240,7 +240,7 @@ def test_a_loss_that_still_has_its_gradient_is_taken_without_a_word(
     reporter.add(1, {"loss": loss})
     reporter.flush()
     assert not recwarn.list
-    assert lines(tmp_path)[0]["figures"]["loss"][0][2] == 4.0
+    assert lines(tmp_path)[0]["metrics"]["loss"][0][2] == 4.0
 
 
 def test_outside_a_training_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_numbers_that_are_not_finite_are_valid_json(reporter: Reporter, tmp_path
     reporter.add(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
     reporter.flush()
     (batch,) = lines(tmp_path)
-    assert [batch["figures"][name][0][2] for name in "abc"] == ["nan", "inf", "-inf"]
+    assert [batch["metrics"][name][0][2] for name in "abc"] == ["nan", "inf", "-inf"]
 
 
 def test_many_points_between_two_rounds_are_merged_and_keep_their_extremes(
@@ -270,7 +270,7 @@ def test_many_points_between_two_rounds_are_merged_and_keep_their_extremes(
     for step in range(5000):
         reporter.add(step, {"loss": 100.0 if step == 2500 else 1.0})
     reporter.flush()
-    points = lines(tmp_path)[0]["figures"]["loss"]
+    points = lines(tmp_path)[0]["metrics"]["loss"]
     assert len(points) <= metrics.POINTS_A_NAME
     assert sum(point[5] for point in points) == 5000
     assert max(point[4] for point in points) == 100.0
@@ -280,7 +280,7 @@ def test_what_cannot_be_handed_on_is_kept_and_comes_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "SOON_S", 3600.0)
-    blocked = tmp_path / "figures"
+    blocked = tmp_path / "metrics"
     blocked.write_text("a file where the folder belongs")
     monkeypatch.setenv("ATOLL_REPORTS", blocked.as_uri())
     held = Reporter()
@@ -293,7 +293,7 @@ def test_what_cannot_be_handed_on_is_kept_and_comes_later(
     held.flush()
     held.flush()
     batches = lines(blocked)
-    points = [point for batch in batches for point in batch["figures"]["loss"]]
+    points = [point for batch in batches for point in batch["metrics"]["loss"]]
     assert sum(point[5] if len(point) > 3 else 1 for point in points) == 1000
     assert [batch["n"] for batch in batches] == [1, 2], "a failed try uses up no number"
 
@@ -310,7 +310,7 @@ def test_a_fork_tells_nothing_twice(reporter: Reporter, tmp_path: Path) -> None:
     os.waitpid(pid, 0)
     reporter.flush()
     batches = lines(tmp_path)
-    assert sorted(batch["figures"]["loss"][0][1] for batch in batches) == [1, 2]
+    assert sorted(batch["metrics"]["loss"][0][1] for batch in batches) == [1, 2]
     assert len({batch["id"] for batch in batches}) == 2
 
 
@@ -318,7 +318,7 @@ def test_more_names_than_are_kept_are_counted(reporter: Reporter, tmp_path: Path
     reporter.add(1, {f"n{number}": 1.0 for number in range(metrics.MAX_NAMES + 5)})
     reporter.flush()
     (batch,) = lines(tmp_path)
-    assert len(batch["figures"]) == metrics.MAX_NAMES
+    assert len(batch["metrics"]) == metrics.MAX_NAMES
     assert batch["skipped"] == 5
 
 

@@ -269,3 +269,33 @@ def test_what_the_program_wrote_in_that_place_are_its_last_words(tmp_path: Path)
     assert record["tail"] == ["own words"]
     _, _, _, record = run(tmp_path, "sh", "-c", "echo log; exit 1")
     assert record["tail"] == ["log"]  # an older record is no word of the program's
+
+
+def test_a_failure_is_written_for_whoever_runs_the_program_unless_torch_has_done_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "errors" / "0.json"
+    monkeypatch.setenv(process.ERROR_VARIABLE, str(path))
+    process.write_error_file("no such command", reason="CommandNotFound")
+    told = process.own_record(str(path))
+    assert (told["message"], told["reason"]) == ("no such command", "CommandNotFound")
+    path.write_text(
+        TORCHS := '{"message": {"message": "by torch", "extraInfo": {"timestamp": "1"}}}'
+    )
+    process.write_error_file("by atoll")
+    assert path.read_text() == TORCHS
+    monkeypatch.setenv(process.ERROR_VARIABLE, str(tmp_path / "errors" / "0.json" / "nowhere"))
+    process.write_error_file("there is no place for it, and that is no error")
+    monkeypatch.delenv(process.ERROR_VARIABLE)
+    process.write_error_file("nobody asks")
+
+
+def test_one_function_writes_the_file_of_torch() -> None:
+    """Whoever fails before or after the user's code calls it, so that one rule holds."""
+    sources = Path(process.__file__).parents[1]
+    naming = {
+        path.name
+        for path in sources.rglob("*.py")
+        if '"TORCHELASTIC_ERROR_FILE"' in path.read_text()
+    }
+    assert naming == {"process.py"}

@@ -27,7 +27,7 @@ from atoll.agent.result import (
     write_result,
 )
 from atoll.core.errors import ResultError
-from atoll.server.handlers.results import report_of
+from atoll.server.handlers.trainings import report_of
 
 
 def carried(result: Result, folder: Path) -> Result:

@@ -15,15 +15,13 @@ from typing import Any
 
 import pytest
 
-from atoll.agent.bundle import wrapper_file
 from atoll.agent.process import CLAIMED, OutputTimes
 from atoll.agent.records import is_unwanted
 from atoll.agent.wrapper import Folder, RankAttempt, open_record_store, read, write
-from atoll.backends.slurm.render import TIMES_FILE
+from atoll.backends.base import TIMES_FILE, wrapper_file
 from atoll.core.status import LogLine
 from atoll.logs.files import read_lines
-from atoll.logs.segments import segment_path
-from atoll.logs.times import PAIR, times_path
+from atoll.logs.segments import PAIR, segment_path, times_path
 
 LAUNCH: dict[str, Any] = {
     "command": ["sh", "-c", "echo $RANK $WORLD_SIZE $NODE_NAME $ATOLL_ATTEMPT > $OUT"],
@@ -348,7 +346,7 @@ def test_bad_words_are_usage(words: list[str], gang: Gang) -> None:
     done = subprocess.run([sys.executable, str(gang.file), *words], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         2,
-        "usage: atoll.pyz PLACE RANK ATTEMPT [--host NAME]\n",
+        "usage: atoll.pyz RECORDS RANK ATTEMPT [--host NAME]\n",
     )
 
 
@@ -389,10 +387,10 @@ def test_lines_of_a_log_that_is_the_wrappers_output_have_times_and_come_in_order
     # Each line is written when the one before it, of the other rank, has been copied; and at
     # another time, as times have milliseconds.
     script = """
-until_other() { until grep -q $1 "$LOGS/$((1 - RANK))/$FILE"; do sleep 0.01; done; sleep 0.01; }
+until_other() { until grep -q $1 "$LOGS/$((1 - RANK))/$WRAPPER"; do sleep 0.01; done; sleep 0.01; }
 if [ $RANK = 0 ]; then echo ping; until_other pong; echo end; else until_other ping; echo pong; fi
 """
-    env = {"LOGS": str(logs), "FILE": segment_path(logs, 0).name}
+    env = {"LOGS": str(logs), "WRAPPER": segment_path(logs, 0).name}
     gang.launch(script, times=f"{braced}/{{rank}}/{TIMES_FILE}", env=env)
     before = time.time()
     for rank in (0, 1):

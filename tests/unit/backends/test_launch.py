@@ -22,7 +22,7 @@ from atoll.backends.launch import (
     render_launch,
 )
 from atoll.backends.local.executor import rank_layout as local_place
-from atoll.backends.local.executor import render_gang
+from atoll.backends.local.executor import render_desired
 from atoll.core.spec import RendezvousSpec, Source, WorldSize
 from atoll.core.status import DesiredState
 from tests.unit.backends.kubernetes.kube import Options, training
@@ -48,7 +48,7 @@ def cluster_launch(options: Options | None = None, **spec: Any) -> RankLaunch:
 
 
 def gang(base: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
-    return render_gang(
+    return render_desired(
         training(**spec),
         DesiredState(version=1, size=3),
         directory=DIRECTORY,
@@ -81,8 +81,8 @@ def test_ranks_are_told_how_many_were_started_together() -> None:
     one = training()
     desired = DesiredState(version=2, size=2)
     rest: dict[str, Any] = {"directory": DIRECTORY, "host": "here", "rendezvous": {}, "base": {}}
-    assert render_gang(one, desired, **rest)["env"][TOGETHER] == "2"
-    later = render_gang(one, desired, **rest, started_together="3")
+    assert render_desired(one, desired, **rest)["env"][TOGETHER] == "2"
+    later = render_desired(one, desired, **rest, started_together="3")
     assert later["env"][TOGETHER] == "3", "a rank that joins later finds the same"
     assert TOGETHER not in cluster_launch().env, "its gate may open with fewer"
     all_or_none = WorldSize(min=3, target=3, max=3)

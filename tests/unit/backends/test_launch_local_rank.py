@@ -12,7 +12,7 @@ import pytest
 
 from atoll.agent.records import Due
 from atoll.backends.kubernetes.render import render_job
-from atoll.backends.local.executor import render_gang
+from atoll.backends.local.executor import render_desired
 from atoll.backends.local.rank_process import environment_of
 from atoll.backends.modal.executor import ModalBackend
 from atoll.backends.modal.options import ModalOptions
@@ -20,6 +20,7 @@ from atoll.backends.recorded import RecordedBackend
 from atoll.backends.sagemaker.executor import SageMakerBackend
 from atoll.backends.sagemaker.options import SageMakerOptions
 from atoll.backends.slurm.executor import SlurmBackend
+from atoll.backends.slurm.options import SlurmOptions
 from atoll.core.spec import RendezvousSpec, Resources, WorldSize
 from atoll.core.status import DesiredState, Training
 from tests.unit.backends.kubernetes.kube import Options, training
@@ -50,7 +51,7 @@ def world(ranks: int, **spec: Any) -> Training:
 
 def local_env(one: Training, rank: int, outer: dict[str, str]) -> dict[str, str]:
     size = one.spec.world_size.target
-    document = render_gang(
+    document = render_desired(
         one,
         DesiredState(version=1, size=size),
         directory=Path("/state/uid"),
@@ -101,7 +102,7 @@ def rank_env(backend: str, one: Training, rank: int, outer: dict[str, str] | Non
         case "kubernetes":
             env = kubernetes_env(one, rank, outer)
         case "slurm":
-            env = recorded_env(SlurmBackend(Path("/shared")), one, rank, outer)
+            env = recorded_env(SlurmBackend(SlurmOptions(), Path("/shared")), one, rank, outer)
         case "modal":
             modal = ModalBackend(ModalOptions(store="s3://bucket/runs"))
             env = recorded_env(modal, one, rank, outer)
@@ -187,8 +188,8 @@ def test_without_a_rendezvous_a_rank_is_no_process_of_a_world(backend: str) -> N
 def test_threads_of_a_rank_that_is_left_alone_are_not_limited_for_ever() -> None:
     # The document of a gang is rendered from the one before, with the environment in it.
     rest: dict[str, Any] = {"directory": Path("/state/uid"), "host": "here", "rendezvous": {}}
-    two = render_gang(world(2), DesiredState(version=1, size=2), base={}, **rest)
-    one = render_gang(world(1), DesiredState(version=2, size=1), base=two["env"], **rest)
+    two = render_desired(world(2), DesiredState(version=1, size=2), base={}, **rest)
+    one = render_desired(world(1), DesiredState(version=2, size=1), base=two["env"], **rest)
     due = Due(rank=0, attempt=1, restarts=0, after=None, delay_s=0.0)
     assert environment_of(Path("/state/uid"), two, due)["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in environment_of(Path("/state/uid"), one, due)

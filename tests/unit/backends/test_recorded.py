@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from atoll.agent.process import record_line
 from atoll.agent.records import CLAIM, DESIRED, EXIT, desired_record, name_of
 from atoll.agent.wrapper import write
+from atoll.backends import recorded
 from atoll.backends.local import processes
 from atoll.backends.records import JobState, OpenStartGate
 from atoll.code.archive import pack
@@ -130,6 +131,8 @@ async def _nothing() -> AsyncIterator[None]:
 
 def test_a_gang_starts_grows_shrinks_and_ends(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
+        nothing = Observation(has_gate=True, again_in_s=stage.backend.timing.observe_s)
+        assert await stage.observe_gang() == nothing
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         observation = await stage.running(3)
         assert observation.gate_opened_at is not None
@@ -149,6 +152,7 @@ def test_a_gang_starts_grows_shrinks_and_ends(staged: Callable[[Body], None]) ->
         assert [r.exit.code for r in observation.ranks if r.exit and r.rank < 2] == [0, 0]
         assert stage.ran() == ["0 0", "1 0", "2 0", "3 0"]
         await stage.backend.release(stage.training)
+        stage.training = replace(stage.training, status=Status(phase=Phase.SUCCEEDED))
         assert await stage.observe_gang() == Observation(has_gate=True)
         assert stage.rank_pids() == []
 
@@ -159,9 +163,37 @@ def test_one_question_to_the_backend_is_one_look(staged: Callable[[Body], None])
     async def body(stage: Stage) -> None:
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
+        stage.backend._listings.clear()
         before = stage.backend.questions
         await stage.observe_gang()
         assert stage.backend.questions == before + 1
+
+    staged(body)
+
+
+def test_a_backend_is_asked_rarely_while_the_records_tell_all(
+    staged: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded, "RELIST_LOOKS", 1_000_000)
+
+    async def body(stage: Stage) -> None:
+        patient = stage.backend.timing._replace(heartbeat_timeout_s=60.0)
+        stage.backend.timing, hasty = patient, stage.backend.timing
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
+        await stage.running(3)
+        await stage.observe_gang()
+        before = stage.backend.questions
+        for _ in range(5):
+            assert states(await stage.observe_gang()) == ["running"] * 3
+        assert stage.backend.questions == before
+        stage.tell("1.0", 3)  # the backend may have more to say of an end
+        await stage.until(lambda s: s.ranks[1].state == "exited")
+        await stage.until(lambda s: stage.backend.processes[1, 0].poll() is not None)
+        await stage.observe_gang()
+        assert stage.backend.questions > before
+        before, stage.backend.timing = stage.backend.questions, hasty
+        os.kill(stage.backend.processes[0, 0].pid, signal.SIGSTOP)  # it shows no life
+        await stage.until(lambda s: stage.backend.questions > before)
 
     staged(body)
 
@@ -288,6 +320,7 @@ def test_exits_are_told_while_the_backend_does_not_answer(staged: Callable[[Body
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         stage.backend.is_silent = True
+        stage.backend._listings.clear()
         with pytest.raises(Temporary):
             await stage.observe_gang()
         stage.tell("1.0", 3)

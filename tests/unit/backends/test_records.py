@@ -8,6 +8,7 @@ import pytest
 
 from atoll.agent.records import BY_EXECUTOR, Facts
 from atoll.backends.records import (
+    AT_GATE,
     Ages,
     DueAttempt,
     Fold,
@@ -18,7 +19,7 @@ from atoll.backends.records import (
     WriteExit,
     fold,
 )
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import ObservedRank, Training
 
@@ -180,6 +181,19 @@ def test_the_backend_names_the_end_of_a_silent_wrapper_once_it_has_ended(
     assert record["message"] == "its wrapper left no record; oom"
 
 
+@pytest.mark.parametrize(("size", "unsettled"), [(2, 0), (0, 1)])
+def test_whether_a_silent_rank_ran_is_open_only_if_it_has_to_stop_and_did_not_start(
+    size: int, unsettled: int
+) -> None:
+    ranks = {(0, 0): claimed(60.0), (1, 0): started(60.0)}
+    assert observed(ranks, document=desired(size)).observation.unsettled == unsettled
+
+
+def test_only_a_silent_rank_that_has_not_started_is_said_to_wait_at_the_gate() -> None:
+    ranks = observed({(0, 0): claimed(60.0), (1, 0): started(60.0)}).observation.ranks
+    assert [(rank.state, rank.message) for rank in ranks] == [("waiting", AT_GATE), ("running", "")]
+
+
 @pytest.mark.parametrize(
     ("beaten_at", "at"), [(920.0, 920.0), (900.0, 910.0), (2000.0, 940.0), (None, 940.0)]
 )
@@ -306,6 +320,15 @@ def test_the_newest_attempt_tells_of_those_before_it() -> None:
         only(observed(attempts, {(0, 2): RUNNING}, document=desired(stops={"0": [1]}))).restarts
         == 0
     )
+
+
+def test_the_backend_names_the_end_of_the_attempt_before_and_of_no_other() -> None:
+    attempts = {(0, 0): over(ended(137, "SIGKILL")), (0, 1): started()}
+    jobs = {(0, 0): JobState("ended", reason=ExitReason.PREEMPTED), (0, 1): RUNNING}
+    rank = only(observed(attempts, jobs))
+    assert rank.previous_exit is not None
+    assert rank.previous_exit.reason == "Preempted"
+    assert [past.reason for past in rank.attempts] == ["Preempted"]
 
 
 def test_an_attempt_that_only_the_backend_knows_tells_of_those_before_it() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from atoll.cli import report, trainings
+from atoll.cli import follow, trainings
 from atoll.cli.trainings import sort_by_metric
 from atoll.core.metrics import LatestMetric, MetricValue
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import LogLine, Training
-from atoll.sdk import logs as sdk_logs
+from atoll.sdk import wire as sdk_wire
 
 
 @pytest.mark.parametrize("words", [(), ("--follow",), ("--json",)])
@@ -24,7 +24,7 @@ def test_a_line_is_printed_before_the_next_is_read(
     printed: list[str] = []
     asked: list[Any] = []
 
-    def lines(wire: object, position: sdk_logs.LogPosition) -> Iterator[LogLine]:
+    def lines(wire: object, position: sdk_wire.LogPosition) -> Iterator[LogLine]:
         asked.append(position.request["params"])
         for number in range(3):
             assert len(printed) == number, "what was read before is printed"
@@ -34,8 +34,8 @@ def test_a_line_is_printed_before_the_next_is_read(
     training = SimpleNamespace(name="t", uid="u", last=SimpleNamespace(spec=spec))
     client = SimpleNamespace(get=lambda name: training, wire=None)
     monkeypatch.setattr(trainings, "Client", lambda: client)
-    monkeypatch.setattr(sdk_logs, "lines", lines)
-    monkeypatch.setattr(report.LinePrinter, "print", lambda self, line: printed.append(line.text))
+    monkeypatch.setattr(sdk_wire, "read_log", lines)
+    monkeypatch.setattr(follow.LinePrinter, "print", lambda self, line: printed.append(line.text))
     monkeypatch.setattr("atoll.cli.trainings.print_json", lambda line: printed.append(line.text))
     done = CliRunner().invoke(trainings.logs, ["t", *words], catch_exceptions=False)
     assert done.exit_code == 0

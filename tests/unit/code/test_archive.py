@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atoll.code import archive
-from atoll.code.archive import describe, files_of, pack, why_not, within
+from atoll.code.archive import files_of, pack, refusal_of, within
 from atoll.core.errors import ValidationError
 from atoll.core.spec import Code
 
@@ -148,13 +148,15 @@ def test_too_much_is_refused_with_the_largest_files(
     with pytest.raises(ValidationError) as caught:
         pack(tmp_path)
     words = str(caught.value)
-    assert "data/huge.bin (268 MB), data/m.bin (20 kB), data/s.bin" in words
-    assert "4 files with 268 MB" in words
+    assert "data/huge.bin (256 MiB), data/m.bin (19.5 KiB), data/s.bin" in words
+    assert "4 files with 256 MiB" in words
     assert ".atollignore" in words
     assert "--no-code" in words
     (tmp_path / "data/huge.bin").unlink()
     monkeypatch.setattr(archive, "MAX_CODE_BYTES", 10_000)
-    with pytest.raises(ValidationError, match=r"10 kB packed, .* largest: data/m.bin \(20 kB\)"):
+    with pytest.raises(
+        ValidationError, match=r"9.8 KiB packed, .* largest: data/m.bin \(19.5 KiB\)"
+    ):
         pack(tmp_path)
     monkeypatch.setattr(archive, "MAX_FILES", 2)
     with pytest.raises(ValidationError, match="expected at most 2 files"):
@@ -166,17 +168,17 @@ def test_nothing_to_send_and_a_file_that_cannot_be_read_are_told(tmp_path: Path)
     write(tmp_path, "a.py")
     file = archive.CodeFile("b.py", 1)
     with pytest.raises(ValidationError, match=r"'b\.py' is not valid: cannot be read"):
-        archive.packed(str(tmp_path), [file])
+        archive.write_archive(str(tmp_path), [file])
 
 
 def test_home_and_the_whole_machine_are_not_sent_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert "home" in why_not(tmp_path)
-    assert "whole machine" in why_not("/")
+    assert "home" in refusal_of(tmp_path)
+    assert "root of the machine" in refusal_of("/")
     (tmp_path / "project").mkdir()
-    assert why_not(tmp_path / "project") == ""
+    assert refusal_of(tmp_path / "project") == ""
 
 
 def test_folders_of_modules_are_those_inside(tmp_path: Path) -> None:
@@ -189,9 +191,3 @@ def test_folders_of_modules_are_those_inside(tmp_path: Path) -> None:
         str(tmp_path / "lib/site-packages"),
     ]
     assert within(str(tmp_path), list(map(str, folders))) == ["src", "."]
-
-
-def test_sizes_in_words() -> None:
-    assert [describe(n) for n in (0, 999, 1500, 34_100, 16 * 2**20, 3 * 10**9)] == [
-        *("0 B", "999 B", "1.5 kB", "34.1 kB", "16.8 MB", "3 GB")
-    ]

@@ -14,7 +14,7 @@ from atoll.core.errors import Gone
 from atoll.core.phase import Phase
 from atoll.core.ports import Change, Snapshot, Update
 from atoll.core.status import Status, Training
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 from tests.contract.test_store import scaled, training
 
 ENDED = Status(phase=Phase.SUCCEEDED, is_released=True)

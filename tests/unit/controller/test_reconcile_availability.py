@@ -10,11 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import LASTING_S, REPORT_AGAIN_S, Reconciler
-from atoll.core.availability import BACKEND_FAILING
 from atoll.core.clock import Now
-from atoll.core.conditions import has_condition
 from atoll.core.errors import Denied, Temporary
-from atoll.core.phase import Phase
+from atoll.core.phase import ConditionType, Phase
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
@@ -25,8 +23,9 @@ from atoll.core.status import (
     ObservedRank,
     Status,
     Training,
+    has_condition,
 )
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 KEY = ("n", "t")
 SPEC = TrainingSpec(
@@ -190,7 +189,7 @@ def test_an_action_that_keeps_failing_is_told_and_cleared_when_it_works() -> Non
     plane = Plane()
     plane.eu.refuses = Denied("may not create jobs")
     plane.fails(3)
-    assert not has_condition(plane.training.status, BACKEND_FAILING)  # it may pass
+    assert not has_condition(plane.training.status, ConditionType.BACKEND_FAILING)  # it may pass
     plane.now += LASTING_S
     plane.fails(3)
     (told,) = [c for c in plane.training.status.conditions if c.type == "BackendFailing"]
@@ -201,7 +200,7 @@ def test_an_action_that_keeps_failing_is_told_and_cleared_when_it_works() -> Non
     assert plane.store.writes == written
     plane.eu.refuses = None
     plane.looks(2)
-    assert not has_condition(plane.training.status, BACKEND_FAILING)
+    assert not has_condition(plane.training.status, ConditionType.BACKEND_FAILING)
     assert plane.store.reasons[-1] in ("BackendWorking", "Ready")
     assert plane.store.reasons.count("BackendWorking") == 1
     assert plane.eu.applied == [1]

@@ -9,15 +9,15 @@ import pytest
 from msgspec import Meta
 
 from atoll.backends.kubernetes import options as kubernetes
-from atoll.backends.kubernetes.crd import spec_schema
 from atoll.cli.options import FloatField, IntField
 from atoll.cli.run import SPEC_OPTIONS
 from atoll.core.checks import Bounds, bounds_of, check_as, field_bounds
 from atoll.core.errors import ValidationError
-from atoll.core.fields import ON_WIRE, option_bounds, rename_fields
 from atoll.core.model import decode
+from atoll.core.problem import ON_WIRE, option_bounds, rename_fields
 from atoll.core.spec import BenchSpec, RankCount, Resources, TrainingSpec, WorldSize
-from atoll.server.api import NATIVE, STREAMED
+from atoll.operator.crd import spec_schema
+from atoll.server.app import NATIVE, STREAMED
 from atoll.server.handlers.trainings import ListQuery
 from atoll.server.http.openapi import document
 

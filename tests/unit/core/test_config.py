@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.options import ClusterOptions
-from atoll.backends.local.executor import LocalBackend, LocalOptions
-from atoll.backends.modal.executor import ModalBackend
-from atoll.backends.sagemaker.executor import SageMakerBackend
-from atoll.backends.slurm.executor import SlurmBackend
+from atoll.backends.local.executor import LocalOptions
 from atoll.core.config import ExecutorConfig, options_of, parse
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import KINDS, load
@@ -95,8 +91,7 @@ def test_a_control_plane_keeps_jobs_and_holds_no_pod() -> None:
 
 
 def test_each_kind_is_loaded_by_its_name() -> None:
-    backends = [LocalBackend, KubernetesBackend, SlurmBackend, ModalBackend, SageMakerBackend]
-    assert [load(kind) for kind in KINDS] == backends
+    assert [load(kind).name for kind in KINDS] == list(KINDS)
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
@@ -111,7 +106,7 @@ def test_a_kind_without_its_packages_says_what_to_type(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(Permanent) as refused:
         load("kubernetes")
-    assert "pip install 'atoll[kubernetes]'" in str(refused.value)
+    assert "pip install '.[kubernetes]' in a clone" in str(refused.value)
     assert "pip install '.[kubernetes]' in a clone" in str(refused.value)
 
 

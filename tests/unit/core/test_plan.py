@@ -10,9 +10,9 @@ import pytest
 from atoll.core.clock import Now
 from atoll.core.phase import Phase
 from atoll.core.plan import Apply, Delete, Plan, Stop, plan
+from atoll.core.ranks import MAX_TEXT_BYTES
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.stats import usage
-from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
+from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training, usage
 
 replace = msgspec.structs.replace
 
@@ -274,6 +274,24 @@ def test_a_rank_lost_long_ago_is_not_to_blame_for_the_end() -> None:
     assert [e.rank for e in story.status.rank_exits if e.collateral] == [0, 1]
 
 
+def test_who_is_to_blame_has_its_last_lines_even_where_an_earlier_end_left_no_room() -> None:
+    story = running(Story(low=3))
+
+    def exits(rank: int, log_tail: list[str]) -> None:
+        ended = Exit(code=1, at=story.now, reason="Error", log_tail=log_tail)
+        ranks = list(story.observation.ranks)
+        ranks[rank] = replace(ranks[rank], state="exited", exit=ended)
+        story.observe(ranks=ranks)
+
+    exits(3, ["x" * (MAX_TEXT_BYTES - 1000)])
+    story.now += 3600
+    exits(2, ["y" * 2000])
+    assert story.status.ranks[2].exit.log_tail == []
+    story.ranks(r0="stopped", r1="stopped")
+    assert story.status.root_cause.rank == 2
+    assert story.status.root_cause.log_tail == ["y" * 2000]
+
+
 def test_an_unknown_exit_is_a_failure_and_never_zero() -> None:
     story = running(Story(low=1, target=1), 1)
     story.ranks(r0="exit unknown")
@@ -421,10 +439,12 @@ def test_after_the_end_it_is_released_then_kept() -> None:
     story = running(Story(low=1, target=1), 1)
     made = story.ranks(r0="exit 0")
     assert story.status.phase is Phase.SUCCEEDED
-    assert made.actions == ()
-    assert story.observe().actions == (Stop(),)
+    assert (made.actions, made.requeue_after_s) == ((), 0.0)
+    made = story.observe()
+    assert (made.actions, made.requeue_after_s) == ((Stop(),), 0.0)
     story.observation = Observation()
-    assert story.observe().actions == ()
+    made = story.observe()
+    assert (made.actions, made.requeue_after_s) == ((), 0.0)
     assert story.status.is_released
     assert story.observe().requeue_after_s is None
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from atoll.core.bench import LIMIT_S
 from atoll.core.phase import Phase
 from atoll.core.plan import STALE_S, Apply, Delete, Stop
 from atoll.core.spec import BenchSpec
-from atoll.core.status import ObservedBench, ObservedRank
+from atoll.core.status import BENCH_LIMIT_S, ObservedBench, ObservedRank
 from tests.unit.core.test_plan import Story, running, timed
 
 
@@ -100,9 +99,9 @@ def test_a_bench_is_given_up_after_its_limit_by_the_steady_clock(step: float) ->
     made = timed(story, 10.0 + step, 10.0)
     assert made.status.bench.phase == "Running"
     made = timed(story, 20.0, 20.0)
-    assert made.requeue_after_s == pytest.approx(LIMIT_S - 10.0)
-    assert timed(story, 10.0, 9.0 + LIMIT_S).status.bench.phase == "Running"
-    assert timed(story, 10.0, 10.0 + LIMIT_S).status.bench.phase == "TimedOut"
+    assert made.requeue_after_s == pytest.approx(BENCH_LIMIT_S - 10.0)
+    assert timed(story, 10.0, 9.0 + BENCH_LIMIT_S).status.bench.phase == "Running"
+    assert timed(story, 10.0, 10.0 + BENCH_LIMIT_S).status.bench.phase == "TimedOut"
 
 
 def test_ranks_that_fail_while_they_are_cancelled_make_no_failure_of_it() -> None:
@@ -190,7 +189,7 @@ def test_a_cancel_asks_nothing_of_an_executor_whose_wish_is_not_seen() -> None:
 def test_a_change_after_the_end_is_refused_aloud_and_a_deletion_is_not() -> None:
     story = ended("succeeded")
     story.scale(3)
-    story.observe()
+    assert story.observe().requeue_after_s == 0.0
     assert story.told[-1] == "UDTerminalState"
     assert story.status.observed_generation == story.training.generation
     story.told.clear()
@@ -216,6 +215,17 @@ def test_a_record_goes_when_its_time_is_over() -> None:
         story.observe(after_s=1.0, desired=None, ranks=[], is_supervised=False)
     assert story.observe(after_s=500.0).actions == ()
     assert story.observe(after_s=100.0).actions == (Delete(),)
+
+
+def test_ranks_that_wait_are_not_asked_for_again_while_somebody_supervises_them() -> None:
+    story = Story(target=2)
+    story.observe()
+    assert story.ranks(r0="running").actions == ()
+
+
+def test_nothing_is_asked_of_an_executor_without_a_supervisor_where_no_work_is_left() -> None:
+    story = running(Story(target=2), 2)
+    assert story.observe(is_supervised=False).actions == ()
 
 
 def test_what_was_asked_for_is_looked_at_again_once_a_look_cannot_be_late() -> None:

@@ -32,7 +32,7 @@ def test_joined_left_late_and_missing_each_have_a_letter() -> None:
     rounds = [
         facts(0, [0, 1, 2, 3]),
         facts(1, [0, 1, 2], missing=[3]),
-        facts(2, [0, 1], gone=[1], late=[2], missing=[2]),
+        facts(2, [0, 1], leaving=[1], late=[2], missing=[2]),
         facts(3, [0, 2, 5], bad=[2]),
     ]
     items = items_of(StoredRound(observed=each) for each in rounds)
@@ -65,7 +65,6 @@ def test_the_store_wins_over_what_replicas_tell_and_what_it_cost_is_added() -> N
     assert item.bits_per_parameter == 8 * 800 / 2 / 100
     assert item.bits_up == 8 * 20 / 100
     assert [each.rank for each in item.costs or ()] == [0, 1]
-    assert kept.differs
 
 
 def test_what_nobody_told_is_unknown_not_zero() -> None:
@@ -83,15 +82,16 @@ def test_what_was_seen_before_it_was_swept_stays() -> None:
 
 
 def test_the_summary_tells_who_is_behind_and_who_is_waited_for() -> None:
-    newest = StoredRound(observed=facts(43, [0, 1, 2], missing=[3], late=[4], at=7.0, gone=[2]))
+    newest = StoredRound(observed=facts(43, [0, 1, 2], missing=[3], late=[4], at=7.0, leaving=[2]))
     open_round = OpenRound(fragment=0, round=44, uploaded=[0])
     summary = summary_of("run", [newest], 100.0, 8.0, [open_round])
     assert summary is not None
     assert (summary.round, summary.rounds, summary.behind) == (43, 44, [3, 4])
     assert summary.waited_for == [1, 4]
     assert (summary.tokens, summary.moved_at, summary.source) == (100.0, 7.0, "store")
-    assert summary.words == (
-        "44 rounds agreed, the last with 3 of 5 (ranks 3-4 behind); round 44 waits for ranks 1, 4"
+    assert summary.message == (
+        "44 rounds committed, the last with 3 of 5 (ranks 3-4 behind); "
+        "round 44 waits for ranks 1, 4"
     )
     assert summary_of("run", [], 0.0, None) is None
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo
-from atoll.diloco.inner import check_scheduler, unwrap_optimizers
+from atoll.diloco.inner import RunSchedule, unwrap_optimizers
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -86,10 +88,100 @@ def test_parameters_that_nobody_trains_or_synchronises_are_told_of() -> None:
         assert "2 parameters of the inner optimiser are not in the model" in diloco.warnings[1]
 
 
-def test_a_schedule_of_another_optimiser_is_refused() -> None:
+def made(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, DiLoCo]:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return inner, DiLoCo(model, inner, sync_every=1)
+
+
+def test_an_optimiser_made_anew_is_refused_with_its_first_step() -> None:
     model = torch.nn.Linear(2, 2)
-    one, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
-    schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0)
-    check_scheduler(schedule, [other])
-    with pytest.raises(ValidationError, match="scheduler: 'LambdaLR of another SGD'"):
-        check_scheduler(schedule, [one])
+    inner, diloco = made(model)
+    with diloco:
+        step(model, inner)
+        other = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with pytest.raises(ValidationError, match=r"another AdamW.*Make DiLoCo after it"):
+            step(model, other)
+        stranger = torch.nn.Linear(2, 2)
+        step(stranger, torch.optim.AdamW(stranger.parameters(), lr=0.1))  # of another model
+    step(model, other)  # and once DiLoCo is closed
+
+
+def add_layer(model: torch.nn.Module) -> None:
+    model.extra = torch.nn.Linear(2, 2)
+
+
+def replace_parameter(model: torch.nn.Module) -> None:
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+
+
+def unfreeze(model: torch.nn.Module) -> None:
+    model.cold.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (add_layer, "extra.weight is trained, and was not when DiLoCo was made"),
+        (replace_parameter, "weight is another parameter than when DiLoCo was made"),
+        (unfreeze, "cold is trained, and was not when DiLoCo was made"),
+    ],
+)
+def test_a_model_that_changed_is_refused_at_the_next_round(change: Any, message: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.cold = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    inner, diloco = made(model)
+    step(model, inner)
+    change(model)
+    with pytest.raises(ValidationError, match=f"model: .*{message}"):
+        step(model, inner)
+    diloco.close()
+
+
+def test_a_parameter_that_is_frozen_meanwhile_stays_in_the_rounds() -> None:
+    model = torch.nn.Linear(2, 2)
+    inner, diloco = made(model)
+    with diloco:
+        step(model, inner)
+        model.bias.requires_grad_(False)
+        step(model, inner)
+    assert diloco.round == 2
+
+
+def test_parameters_that_an_optimiser_no_longer_trains_are_told_of() -> None:
+    model = torch.nn.Linear(2, 2)
+    inner, diloco = made(model)
+    with diloco:
+        step(model, inner)
+        inner.param_groups[0]["params"] = [model.weight]
+        step(model, inner)
+        assert any("no inner optimiser trains bias" in each for each in diloco.warnings)
+        inner.param_groups[0]["params"] = []
+        with pytest.raises(ValidationError, match="optimiser of this model"):
+            inner.step()
+
+
+def scheduled() -> LambdaLR:
+    inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+    return LambdaLR(inner, lambda step: 1 / (1 + step))
+
+
+def test_a_schedule_that_follows_the_run_is_saved_and_loaded_as_any() -> None:
+    scheduler = scheduled()
+    run = RunSchedule(scheduler, [scheduler.optimizer])
+    run.follow(3)
+    scheduler.step()  # by the script: nothing
+    file = io.BytesIO()
+    torch.save(scheduler.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)
+    assert saved["last_epoch"] == 3
+
+    other = scheduled()
+    other.load_state_dict(saved)
+    other.optimizer.step()
+    other.step()
+    assert other.get_last_lr() == [1 / 5]
+    run.close()
+    assert "step" not in scheduler.state_dict()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [1 / 5]

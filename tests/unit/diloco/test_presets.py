@@ -9,8 +9,8 @@ import torch
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, presets
 from atoll.diloco.codecs import get_codec
+from atoll.diloco.outer import value_at
 from atoll.diloco.presets import PRESETS, read_settings
-from atoll.diloco.terms import value_at
 
 
 def settings(preset: Any = None, parameters: int = 10, **given: Any) -> presets.LoopSettings:
@@ -20,28 +20,28 @@ def settings(preset: Any = None, parameters: int = 10, **given: Any) -> presets.
 
 
 def test_presets_have_the_published_values() -> None:
-    assert settings("diloco").terms[:2] == (0.7, 0.9)
+    assert settings("diloco").outer[:2] == (0.7, 0.9)
     assert settings("diloco").sync_every == 500
     streaming = settings("streaming-diloco")
     assert (streaming.fragments, streaming.overlap_steps, streaming.mix) == (4, 5, 0.5)
     assert streaming.codec == "e3m0"
     sparse = settings("sparseloco")
-    assert (sparse.codec, sparse.terms[:2]) == ("sparse:64/4096@0.95", (1.0, 0.0))
+    assert (sparse.codec, sparse.outer[:2]) == ("sparse:64/4096@0.95", (1.0, 0.0))
     eager = settings("eager", sync_every=20)
     assert (eager.overlap_steps, eager.is_retained) == (19, True)
-    assert settings("pier").terms.beta == ((0, 0.5), (10, 0.9), (80, 0.9), (100, 0.5))
+    assert settings("pier").outer.momentum == ((0, 0.5), (10, 0.9), (80, 0.9), (100, 0.5))
 
 
 def test_without_a_preset_the_momentum_grows_to_the_published_one() -> None:
-    terms = settings(sync_every=5).terms
-    assert terms.is_open
-    assert (terms.lr, value_at(terms.beta, 0), value_at(terms.beta, 160)) == (0.7, 0.5, 0.9)
-    assert not settings(sync_every=5, outer_momentum=0.9).terms.is_open
+    outer = settings(sync_every=5).outer
+    assert outer.is_open
+    assert (outer.lr, value_at(outer.momentum, 0), value_at(outer.momentum, 160)) == (0.7, 0.5, 0.9)
+    assert not settings(sync_every=5, outer_momentum=0.9).outer.is_open
 
 
 def test_what_is_given_wins_and_the_rest_fits_the_steps_and_the_model() -> None:
     chosen = settings("streaming-diloco", sync_every=6, outer_lr=0.5)
-    assert (chosen.fragments, chosen.overlap_steps, chosen.terms.lr) == (3, 1, 0.5)
+    assert (chosen.fragments, chosen.overlap_steps, chosen.outer.lr) == (3, 1, 0.5)
     assert settings("streaming-diloco", parameters=2).fragments == 2
     own = settings(presets.sparseloco(k=8, chunk=128, decay=0.9), codec=None)
     assert (own.codec, own.down_codec) == ("sparse:8/128@0.9", "sparse:32/128")

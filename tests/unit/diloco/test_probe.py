@@ -6,19 +6,17 @@ import numpy as np
 import pytest
 
 from atoll.diloco import probe
-from atoll.diloco.allreduce.layout import Layout
-from atoll.diloco.allreduce.share import Share
-from atoll.diloco.allreduce.work import Take
-from atoll.diloco.outer import Floats, Fragment, split
-from atoll.diloco.packing import TensorSpec
+from atoll.diloco.model import ModelFragment, split
+from atoll.diloco.outer import Floats, OuterConfig, OuterRows
+from atoll.diloco.round.layout import Cut, Share
 
 SIZE = 1000
 
 
-def fragment(process: int = 0, processes: int = 1) -> Fragment:
+def fragment(process: int = 0, processes: int = 1) -> ModelFragment:
     complete = split([("a", (700,)), ("b", (300,))], 1)[0]
-    layout = Layout((TensorSpec("float32", (SIZE,)),), 3, "fp32", "fp32", "", 8)
-    complete.carry(Share(layout, process, processes))
+    share = Share(Cut(SIZE, 3, 24), process, processes)
+    complete.carry(share, OuterRows(share.size, OuterConfig()))
     return complete
 
 
@@ -26,8 +24,9 @@ def digest(values: Floats, processes: int = 1) -> str:
     sums = []
     for process in range(processes):
         part = fragment(process, processes)
-        row = np.concatenate([values[start:stop] for start, stop in part.share.intervals])
-        sums.append(probe.row_sums(part, row))
+        row = probe.RowProbe(part, is_summed=True)
+        row.take(0, values[part.share.start : part.share.stop])
+        sums.append(row.sums)
     return probe.digest(sums)
 
 
@@ -44,13 +43,24 @@ def test_a_movement_has_one_digest_however_the_replica_is_cut(processes: int) ->
 def test_a_movement_that_comes_in_parts_has_the_digest_of_the_whole() -> None:
     values = pseudo_gradient()
 
-    def in_parts(take: Take) -> None:
-        for start in range(0, SIZE, 77):
-            take(start, values[start : start + 77])
+    row = probe.RowProbe(fragment(), is_summed=True)
+    for start in range(0, SIZE, 77):
+        row.take(start, values[start : start + 77])
+    assert row.bad is None
+    assert probe.digest([row.sums]) == digest(values)
 
-    bad, sums = probe.check_parts(fragment(), in_parts, is_summed=True)
-    assert bad is None
-    assert probe.digest([sums]) == digest(values)
+
+@pytest.mark.parametrize(("place", "index"), [(0, 0), (699, 0), (700, 1), (999, 1)])
+def test_the_first_parameter_that_is_not_finite_is_found(place: int, index: int) -> None:
+    values = pseudo_gradient()
+    values[place] = np.nan
+    found = []
+    for process in range(3):
+        part = fragment(process, 3)
+        row = probe.RowProbe(part, is_summed=False)
+        row.take(0, values[part.share.start : part.share.stop])
+        found.append(row.bad)
+    assert [each for each in found if each is not None] == [index]
 
 
 def test_the_same_values_in_other_places_are_another_movement() -> None:

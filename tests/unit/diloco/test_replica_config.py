@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.replica_config import ReplicaConfig, find_replica_config
+from atoll.diloco.start import read_start
 from atoll.replicas.surface import start_variables
 
 NAMES = (
@@ -52,7 +52,7 @@ def test_a_round_of_a_launch_needs_half_of_it_whatever_its_failures_allow(
         monkeypatch.setenv(name, value)
     assert find_replica_config("file:///x", 0, count).min_replicas == least
     assert find_replica_config("file:///x", 0, count, 1).min_replicas == 1
-    assert read_start(count, least, None, None).quorum == count // 2 + 1
+    assert read_start(count, None, None).together == count
 
 
 def test_any_executor_that_sets_rank_and_world_size_will_do(

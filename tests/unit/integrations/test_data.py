@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from atoll.diloco import DiLoCo
-from atoll.integrations.data import LeasedBatches, OwnRepeats, empty, take_own_part
+from atoll.integrations.data import OwnRepeats, TrainerBatches, empty, take_own_part
 
 
 class Loop:
@@ -29,7 +29,7 @@ def test_a_loader_keeps_its_length_and_every_sample_comes_once_an_epoch() -> Non
     loop, loader = Loop(), loader_of(12, 3)
     shard = take_own_part(loader, loop.diloco, 0, None)
     assert shard is not None
-    assert isinstance(loader.batch_sampler, LeasedBatches)
+    assert isinstance(loader.batch_sampler, TrainerBatches)
     assert len(loader) == 4
     for _ in range(2):
         read = []

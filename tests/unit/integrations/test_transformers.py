@@ -17,7 +17,7 @@ def test_a_callback_always_imports_and_says_what_to_install(
     module.__dict__.pop("DiLoCoCallback", None)
     callback = module.DiLoCoCallback
     with pytest.raises(
-        RuntimeError, match=rf"^DiLoCoCallback needs {library}.*pip install 'atoll\[{library}\]'"
+        RuntimeError, match=rf"^DiLoCoCallback needs {library}.*pip install '\.\[{library}\]'"
     ):
         callback(sync_every=5)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.bucket import Objects
+from atoll.agent.bucket import Bucket
 from atoll.core.errors import Temporary
 from atoll.core.status import LogLine
 from atoll.logs.bucket import LogPiece, ObjectLogs
@@ -16,8 +16,8 @@ from atoll.logs.bucket import LogPiece, ObjectLogs
 WRITER = """
 import os, sys
 from atoll.logs.bucket import UploadedLog
-from atoll.agent.bucket import Objects
-store = Objects.open(sys.argv[1])
+from atoll.agent.bucket import Bucket
+store = Bucket.open(sys.argv[1])
 log = UploadedLog(store, int(sys.argv[2]), often_s=0.05)
 print(sys.argv[3], flush=True, end="")
 os.system("echo from a child >&2")
@@ -46,14 +46,14 @@ def uri(tmp_path: Path) -> str:
 
 def test_what_a_process_writes_is_in_the_store_and_in_its_own_output(uri: str) -> None:
     assert write(f"{uri}/0", 0, "one\ntwo\n") == "one\ntwo\nfrom a child\nafter\n"
-    logs = ObjectLogs(lambda rank: Objects.open(f"{uri}/{rank}"), [0])
+    logs = ObjectLogs(lambda rank: Bucket.open(f"{uri}/{rank}"), [0])
     assert [line.text for line in lines(logs)] == ["one", "two", "from a child"]
 
 
 def test_attempts_follow_each_other_and_places_lead_back(uri: str) -> None:
     write(f"{uri}/0", 0, "half a line, then ")
     write(f"{uri}/0", 1, "a\n\nb\n")
-    logs = ObjectLogs(lambda rank: Objects.open(f"{uri}/{rank}"), [0])
+    logs = ObjectLogs(lambda rank: Bucket.open(f"{uri}/{rank}"), [0])
     all_lines = lines(logs)
     texts = ["half a line, then from a child", "a", "", "b", "from a child"]
     assert [line.text for line in all_lines] == texts
@@ -73,7 +73,7 @@ def test_a_piece_is_read_back_by_its_name() -> None:
 
 
 def test_a_rank_without_a_log_has_no_lines(uri: str) -> None:
-    logs = ObjectLogs(lambda rank: Objects.open(f"{uri}/{rank}"), [0])
+    logs = ObjectLogs(lambda rank: Bucket.open(f"{uri}/{rank}"), [0])
     assert asyncio.run(logs.offsets(3)) == {}
     assert lines(logs) == []
 
@@ -82,7 +82,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(f"{uri}/0", 0, "one\n")
-    store, failures = Objects.open(f"{uri}/0"), iter([True, False, False])
+    store, failures = Bucket.open(f"{uri}/0"), iter([True, False, False])
     entries = store.entries
 
     def sometimes() -> dict[str, int]:

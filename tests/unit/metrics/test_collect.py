@@ -18,7 +18,7 @@ from atoll.metrics.collect import Collector, FolderReader
 from atoll.metrics.series import COUNT
 from atoll.metrics.store import MetricStore
 from atoll.rounds.follow import RoundFollower, StoreAccess
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 
 def line(n: int, source: str = "a") -> bytes:
@@ -37,7 +37,7 @@ def total(metric_store: MetricStore) -> int:
 
 
 def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:
-    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "metrics"
     folder.mkdir()
     file = folder / "0.1.0.a.000000"
     whole = line(1) + line(2)
@@ -51,7 +51,7 @@ def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:
 
 
 def test_files_that_were_read_and_have_a_successor_are_removed(tmp_path: Path) -> None:
-    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "metrics"
     folder.mkdir()
     for number in range(3):
         (folder / f"0.1.0.a.{number:06d}").write_bytes(line(number + 1))
@@ -62,7 +62,7 @@ def test_files_that_were_read_and_have_a_successor_are_removed(tmp_path: Path) -
 
 
 def test_another_reader_counts_nothing_twice(tmp_path: Path) -> None:
-    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "metrics"
     folder.mkdir()
     (folder / "0.1.0.a.000000").write_bytes(line(1) + line(2))
     FolderReader("u", folder).read(metric_store)
@@ -71,7 +71,7 @@ def test_another_reader_counts_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_no_report_hides_no_other(tmp_path: Path) -> None:
-    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "metrics"
     folder.mkdir()
     (folder / "0.1.0.a.000000").write_bytes(line(1) + b"no report\n" + line(2))
     FolderReader("u", folder).read(metric_store)
@@ -84,7 +84,7 @@ def test_a_folder_that_is_not_there_yet_is_no_trouble(tmp_path: Path) -> None:
 
 def test_whoever_asks_has_what_was_written_by_then(tmp_path: Path) -> None:
     """Ranks have ended, and nobody has looked since."""
-    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "metrics"
     folder.mkdir()
     (folder / "0.1.0.a.000000").write_bytes(line(1))
     Collector(metric_store, lambda _: folder.as_uri())
@@ -106,7 +106,7 @@ def test_what_is_kept_of_a_removed_training_goes_once_the_file_can_be_written(
 
     async def main() -> None:
         metric_store, store = MetricStore(tmp_path / "db"), MemoryStore()
-        folder = tmp_path / "figures"
+        folder = tmp_path / "metrics"
         folder.mkdir()
         stays, goes = [
             await store.create(replace(one, uid=uid, spec=replace(SPEC, name=uid)))

@@ -61,6 +61,8 @@ class Objects:
         ]
         return ObjectList(items, str(self.version), "")
 
+    page = list
+
     async def pages(
         self, kind: str, namespace: str | None = None, **_: Any
     ) -> AsyncGenerator[ObjectList, None]:

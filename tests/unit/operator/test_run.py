@@ -16,7 +16,7 @@ from atoll.controller.loop import Pass
 from atoll.core.errors import Permanent, Temporary
 from atoll.operator import run
 from atoll.operator.run import Operator
-from atoll.server import assembly, background
+from atoll.server import background
 from tests.e2e.kubernetes.control_plane import free_port
 from tests.unit.backends.kubernetes.kube import pod, running
 from tests.unit.operator.cluster import Objects
@@ -78,7 +78,7 @@ def test_the_passes_of_the_operator_are_in_its_metrics_and_leave_no_task(
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return one.gauges.exposition()[0]
 
-    monkeypatch.setattr(assembly, "Controller", Passing)
+    monkeypatch.setattr(background, "Controller", Passing)
     assert b"atoll_reconcile_seconds_sum 0.25" in asyncio.run(check())
 
 
@@ -101,7 +101,7 @@ def test_a_controller_that_dies_is_started_again(
         await asyncio.wait({leading})
 
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(assembly, "Controller", Failing)
+    monkeypatch.setattr(background, "Controller", Failing)
     asyncio.run(check())
     assert failures == []
     for word in ("'controller' died of Temporary: no answer", "OSError: disk", "KeyError: 'bug'"):
@@ -112,7 +112,7 @@ def test_of_two_operators_one_is_ready_and_the_other_once_that_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share a volume: the next leader has the metrics of the last one."""
-    monkeypatch.setattr(assembly, "Controller", Passing)
+    monkeypatch.setattr(background, "Controller", Passing)
     cluster: Any = Leases()
 
     @contextlib.asynccontextmanager

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.resource import with_events
 from atoll.core.errors import Temporary
 from atoll.core.status import Event
 from atoll.core.webhooks import Webhook
+from atoll.operator.resource import with_events
 from atoll.operator.webhooks import EVENTS_BACK_S, WebhookEvents
 from tests.unit.operator.cluster import Objects
 
@@ -165,7 +165,7 @@ def test_a_cluster_that_does_not_answer_does_not_keep_the_leader_from_its_work(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Silent(Objects):
-        async def list(self, *_: Any, **__: Any) -> Any:
+        async def page(self, *_: Any, **__: Any) -> Any:
             raise Temporary("no answer")
 
     asyncio.run(Life(Silent(), tmp_path).events.begin())

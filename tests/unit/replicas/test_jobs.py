@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import NotFound, Permanent, ValidationError
@@ -47,7 +48,7 @@ OPTIONS = KubernetesOptions(image="image:1")
 def test_a_launch_is_read_back_from_its_job() -> None:
     body = job(DesiredState(version=1, size=3))
     assert body["spec"]["template"]["spec"]["containers"][0]["name"] == "replica"
-    training = training_of(body)
+    training = training_of(Job(body))
     assert training is not None
     assert (training.uid, training.key) == (TRAINING.uid, TRAINING.key)
     spec = training.spec
@@ -61,35 +62,35 @@ def test_a_launch_is_read_back_from_its_job() -> None:
 
 
 def test_one_that_was_stopped_says_why() -> None:
-    cancelled = training_of(job(DesiredState(version=2, size=0), "DeadlineExceeded"))
+    cancelled = training_of(Job(job(DesiredState(version=2, size=0), "DeadlineExceeded")))
     assert cancelled is not None
     assert cancelled.spec.cancel
     assert cancelled.status.failing == ""
     told = {"atoll.dev/stop-cause": '["DeadlineExceeded","still running"]'}
-    failed = training_of(job(DesiredState(version=2, size=0), **told))
+    failed = training_of(Job(job(DesiredState(version=2, size=0), **told)))
     assert failed is not None
     assert not failed.spec.cancel
     assert (failed.status.failing, failed.status.failing_message) == (
         "DeadlineExceeded",
         "still running",
     )
-    late = training_of(job(DesiredState(version=1, size=3), "DeadlineExceeded"))
+    late = training_of(Job(job(DesiredState(version=1, size=3), "DeadlineExceeded")))
     assert late is not None
     assert late.status.failing_message == "still running 600 s after the start"
 
 
 def test_another_job_is_no_launch() -> None:
     plain = render_job(TRAINING, DesiredState(version=1, size=3), OPTIONS)
-    assert training_of(plain) is None
+    assert training_of(Job(plain)) is None
     leaving = job(DesiredState(version=1, size=3))
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert training_of(leaving) is None
+    assert training_of(Job(leaving)) is None
     renamed = job(DesiredState(version=1, size=3))
     renamed["metadata"]["name"] = "another"
-    assert training_of(renamed) is None
+    assert training_of(Job(renamed)) is None
     newer = job(DesiredState(version=1, size=3), **{"atoll.dev/launch": '{"later": 1}'})
     with pytest.raises(Permanent, match="cannot be followed"):
-        training_of(newer)
+        training_of(Job(newer))
 
 
 def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:

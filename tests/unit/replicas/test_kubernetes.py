@@ -218,10 +218,10 @@ def test_a_run_id_is_in_a_name_that_is_a_label(run_id: str) -> None:
         ("core_api", {"core_api": object()}, "expected an API object"),
         ("tolerations", {"tolerations": {"key": "a"}}, "expected a list"),
         ("tolerations[0]", {"tolerations": ["a"]}, "V1Toleration"),
-        ("node_selector", {"node_selector": ["pool"]}, "expected an object"),
-        ("node_selector", {"node_selector": "pool=gpu"}, "expected an object"),
-        ("affinity", {"affinity": []}, "expected an object"),
-        ("volumes", {"volumes": {"name": "a"}}, "expected a list"),
+        ("node_selector", {"node_selector": ["pool"]}, "expected `object"),
+        ("node_selector", {"node_selector": "pool=gpu"}, "expected `object"),
+        ("affinity", {"affinity": []}, "expected `object"),
+        ("volumes", {"volumes": {"name": "a"}}, "expected `array`"),
         ("tolerations[0].efect", {"tolerations": [{"efect": "x"}]}, "'effect'"),
         ("service_account", {"service_account": "a", "service_account_name": "b"}, "'b'"),
         ("service_account_name", {"service_account_name": "No Such"}, "expected"),
@@ -288,7 +288,7 @@ def test_without_a_command_the_code_is_sent_along(
 
 def test_without_its_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightkube", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'atoll\[kubernetes\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install '\.\[kubernetes\]'"):
         EKSExecutor("i")
 
 

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from atoll.core import plan
 from atoll.core.errors import Denied, NotFound, Permanent, Temporary, ValidationError
-from atoll.core.ports import Executor, Key
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
+from atoll.core.ports import Executor, Key, StopCause
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     DesiredState,
@@ -27,7 +27,6 @@ from atoll.core.status import (
     Training,
 )
 from atoll.replicas import plane
-from atoll.replicas.plane import SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaSurface, read_gpu
 
 
@@ -111,7 +110,9 @@ class Library(ReplicaSurface):
         return list(self._plane.call(self._plane.store.list()))
 
 
-class SharedFake(SharedBackend, FakeExecutor):
+class SharedFake(FakeExecutor):
+    is_shared = True
+
     """Other processes may find its gangs, and stop them."""
 
     async def find(self, job_name: str, uid: str | None) -> Training | None:

@@ -99,9 +99,9 @@ def test_in_a_store_that_trainings_share_only_its_own_run_is_read(tmp_path: Path
 def test_a_store_that_cannot_be_read_is_told_of_and_asked_again_later(tmp_path: Path) -> None:
     store = tmp_path / "store"
     round_in(store, 0)
-    (store / "run" / "manifest" / "00000000.0000").write_bytes(b"rubbish")
+    (store / "run" / "manifest" / "00000000").write_bytes(b"rubbish")
     it = follower(tmp_path, StoreAccess("local", store.as_uri()))
-    followed = looked(it, training())  # the first look leaves out what is damaged
+    followed = looked(it, training())
     it.observe(followed)
     observation = it._table.observation("u")
     assert observation is not None

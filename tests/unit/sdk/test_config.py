@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,3 +150,23 @@ def test_a_file_that_is_edited_or_removed_has_changed(here: Path) -> None:
     assert config.is_changed(known)
     path.unlink()
     assert config.is_changed(known)
+
+
+def test_a_command_parses_each_file_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of its parts ask: the defaults, the code to send, the executors."""
+    parsed: list[str] = []
+    real = tomllib.loads
+
+    def count(text: str) -> dict[str, Any]:
+        parsed.append(text)
+        return real(text)
+
+    monkeypatch.setattr(tomllib, "loads", count)
+    users = here.parent / "user" / "atoll" / "atoll.toml"
+    users.write_text("[defaults]\nmax_restarts = 3\n")
+    for _ in range(2):
+        spec, _ = config.resolve_training("a", {"command": ["true"], "world_size": 1})
+        assert (spec.max_restarts, config.read_for_plane().path) == (3, str(users))
+    assert len(parsed) == 1
+    users.write_text("[defaults]\nmax_restarts = 4\n")
+    assert config.resolve_spec("a", {"command": ["true"], "world_size": 1}).max_restarts == 4

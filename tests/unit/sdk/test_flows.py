@@ -209,6 +209,12 @@ def test_a_late_wait_says_what_all_ranks_wait_for() -> None:
     assert text.endswith("ranks 24-29: wait for 2 other things")
 
 
+@pytest.mark.parametrize(("phase", "said"), [("pending", "pending"), ("", "not observed yet")])
+def test_a_late_wait_says_the_phase(phase: str, said: str) -> None:
+    with pytest.raises(BelowMinimumWorld, match=rf"0 of 4 .* after 5 s \(min 2, phase {said}\)"):
+        Script([training(phase)]).wait(flows.wait_until_min_world, 5)
+
+
 @pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.wait_until_end])
 def test_success_on_the_last_read_is_success(wait: Any) -> None:
     script = Script([training("ready", 4), training("succeeded", 4, version=2)])
@@ -510,14 +516,14 @@ def test_a_delete_with_a_bad_timeout_removes_nothing(timeout: Any) -> None:
 
 def test_the_target_is_not_reached_while_a_rank_above_it_is_alive() -> None:
     fresh = training("ready", 2, target=2, generation=2, version=2)
-    alive = RankStatus(rank=3, phase="Running", started_at=1.0, attempt=0)
-    unsure = RankStatus(rank=3, is_stopping=True)
+    alive = RankStatus(rank=2, phase="Running", started_at=1.0, attempt=0)
+    unsure = RankStatus(rank=2, is_stopping=True)
     for rank in (alive, unsure):
         leaving = replace(fresh, status=replace(fresh.status, ranks=[rank]))
         script = Script([leaving], [fresh])
         assert script.wait(flows.wait_until_target_world, 10).ready == 2
         assert len(script.sent) == 2
-        with pytest.raises(BelowMinimumWorld, match="above the target and still alive: 3"):
+        with pytest.raises(BelowMinimumWorld, match="above the target and still alive: 2"):
             Script([leaving]).wait(flows.wait_until_target_world, 0)
         assert Script([leaving]).wait(flows.wait_until_min_world, 0).ready == 2
 
@@ -573,6 +579,17 @@ def test_a_local_address_that_is_a_cluster_gets_the_code() -> None:
     script = Script([refusal("executor"), training()])
     script.play(flows.deploy(training().spec, {"working_dir": "/here"}, "key", Pack("/here")))
     assert [sent.code for sent in sent_specs(script)] == [None, CODE]
+
+
+@pytest.mark.parametrize(("executor", "field"), [("local", "executor"), (None, "command")])
+def test_a_refusal_that_is_not_of_the_default_executor_is_the_callers(
+    executor: str | None, field: str
+) -> None:
+    spec = replace(training().spec, executor=executor)
+    script = Script([refusal(field), training()])
+    with pytest.raises(ValidationError, match=field):
+        script.play(flows.deploy(spec, {"working_dir": "/here"}, "key", Pack("/here")))
+    assert len(script.sent) == 1
 
 
 def test_a_control_plane_whose_ranks_run_in_place_gets_none_and_it_is_told(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.backends.local import plane_socket
+from atoll.backends.local.state import listen_locally
 from atoll.sdk.local_http import Broken, LocalClient, Unreachable
 
 TIMEOUT = (5.0, 5.0, 5.0, None)
@@ -21,7 +21,7 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 def answering(*scripts: list[bytes]) -> Iterator[tuple[LocalClient, list[bytes]]]:
     """One script a connection: an answer for each request, then the connection is closed."""
     heads: list[bytes] = []
-    with tempfile.TemporaryDirectory() as place, plane_socket.listen(Path(place), 5) as listener:
+    with tempfile.TemporaryDirectory() as place, listen_locally(Path(place), 5) as listener:
 
         def serve() -> None:
             for script in scripts:
@@ -88,7 +88,7 @@ def test_what_is_no_whole_answer_is_an_error(bytes_sent: bytes) -> None:
 def test_nobody_there(tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match=f"{tmp_path}/socket: No such file"):
         get(LocalClient(tmp_path, {}))
-    plane_socket.listen(tmp_path, 5).close()  # as one that was killed leaves it
+    listen_locally(tmp_path, 5).close()  # as one that was killed leaves it
     with pytest.raises(Unreachable, match=f"{tmp_path}/socket: Connection refused"):
         get(LocalClient(tmp_path, {}))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from atoll.backends.local import plane_socket
+from atoll.backends.local.state import listen_locally
 from atoll.core.errors import Permanent
 from atoll.sdk.local_http import Unreachable
 from atoll.sdk.local_transport import LocalTransport
@@ -31,7 +31,7 @@ def test_a_request_goes_through_the_socket_and_nothing_stays_open(tmp_path: Path
     directory = tmp_path / ("d" * 200)
     directory.mkdir()
     files = os.listdir("/proc/self/fd")
-    with plane_socket.listen(directory, 5) as listening:
+    with listen_locally(directory, 5) as listening:
 
         def serve() -> None:
             connection, _ = listening.accept()
@@ -51,7 +51,7 @@ def test_nobody_there(tmp_path: Path) -> None:
         get(tmp_path)
     with pytest.raises(Unreachable, match=f"{tmp_path}/none/socket: No such file or directory"):
         get(tmp_path / "none")
-    plane_socket.listen(tmp_path, 5).close()
+    listen_locally(tmp_path, 5).close()
     with pytest.raises(Unreachable, match=f"{tmp_path}/socket: Connection refused"):
         get(tmp_path)
 

@@ -8,8 +8,7 @@ import pytest
 
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
-from atoll.sdk.distributed import DistributedFunction, distributed
-from atoll.sdk.sweep import jobs_of
+from atoll.sdk.sweep import DistributedFunction, distributed, jobs_of
 
 
 def train(lr: float, depth: int = 2, *, tag: str = "") -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from atoll.core.errors import ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
@@ -71,6 +72,13 @@ def test_refresh_always_reads(clock: list[float]) -> None:
 def test_the_signature_of_deploy_distributed_has_and_describes_every_option() -> None:
     parameters = dict(inspect.signature(Client.deploy_distributed).parameters)
     assert list(parameters)[:2] == ["self", "name"]
-    assert list(parameters)[2:] == list(DeployOptions.__annotations__)
+    assert list(parameters)[2:-1] == list(DeployOptions.__annotations__)
     described = re.findall(r"^ {12}(\w+): ", Client.deploy_distributed.__doc__ or "", re.MULTILINE)
-    assert described == list(parameters)[1:]
+    assert described == list(parameters)[1:-1]
+    twin = inspect.signature(Client.deploy_distributed_async)
+    assert list(twin.parameters) == list(parameters)
+
+
+def test_an_unknown_option_of_deploy_distributed_is_refused_with_the_one_that_was_meant() -> None:
+    with Client.local() as client, pytest.raises(ValidationError, match="'max_restarts'"):
+        client.deploy_distributed("t", command=["true"], max_restart=1)  # type: ignore[arg-type]

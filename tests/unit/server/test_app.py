@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from atoll.server.app import create_app
 from atoll.server.http.operations import PathEndpoint
+from atoll.store.database import SQLiteTokens
 from atoll.store.sqlite import SQLiteStore
-from atoll.store.tokens import SQLiteTokens
 
 
 def call(

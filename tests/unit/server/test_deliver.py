@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from atoll.core.clock import grown_s
 from atoll.core.errors import ValidationError
-from atoll.core.retry import grown_s
 from atoll.core.status import Event
 from atoll.core.webhooks import (
     FIRST_RETRY_S,

@@ -14,7 +14,7 @@ from atoll.core.phase import Phase
 from atoll.core.ports import Change
 from atoll.core.status import RankStatus, Status
 from atoll.server.gauges import Gauges
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 from tests.contract.test_store import training
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from atoll.controller.informer import Informer
 from atoll.core.errors import Gone, NotFound, Permanent, Temporary
+from atoll.core.phase import Phase
 from atoll.core.spec import Code
-from atoll.core.status import Status
+from atoll.core.status import Status, Training
+from atoll.store import sqlite
 from atoll.store.sqlite import SQLiteStore
 from tests.contract.test_store import take, training
 
@@ -201,3 +204,54 @@ def test_an_archive_is_stored_once_and_goes_with_the_last_training(tmp_path: Pat
 def archives(path: Path) -> list[tuple[str, bytes]]:
     with contextlib.closing(sqlite3.connect(path)) as db:
         return db.execute("select digest, content from codes").fetchall()
+
+
+def test_a_write_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row and the log of changes share the bytes: a world of 10,000 ranks has megabytes."""
+    encoded: list[str] = []
+    real = sqlite.encode_training
+
+    def count(one: Training) -> bytes:
+        encoded.append(one.name)
+        return real(one)
+
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        made = await store.create(training())
+        made = await store.update_status(made, Status(message="m"))
+        await store.update_spec(replace(made, deletion_requested_at=1.0))
+        store.close()
+
+    monkeypatch.setattr(sqlite, "encode_training", count)
+    asyncio.run(check())
+    assert len(encoded) == 3
+
+
+def test_a_start_decodes_only_what_is_not_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a start with thousands of stored trainings costs about what one with none does."""
+    decoded: list[int] = []
+    real = sqlite.decode_training
+
+    def count(version: int, body: bytes) -> Training:
+        decoded.append(version)
+        return real(version, body)
+
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        ended = Status(phase=Phase.SUCCEEDED, is_released=True)
+        for number in range(20):
+            made = await store.create(training(f"over-{number}"))
+            await store.update_status(made, ended)
+        runs = await store.create(training("runs"))
+        decoded.clear()
+        informer = Informer(store)
+        following = asyncio.create_task(informer.run())
+        assert len(await informer.uids()) == 21
+        assert decoded == [runs.resource_version]
+        following.cancel()
+        store.close()
+
+    monkeypatch.setattr(sqlite, "decode_training", count)
+    asyncio.run(check())

@@ -1,4 +1,4 @@
-"""The Kubernetes API as atoll needs it: eight verbs over plain JSON objects.
+"""The Kubernetes API as atoll needs it: eight verbs over plain JSON objects, and their `Mirror`.
 
 lightkube reads configuration, credentials and TLS. Objects stay dictionaries, so fields that a
 newer server adds are kept. Only this module translates the errors of Kubernetes.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -23,7 +24,9 @@ import msgspec
 from lightkube.core.exceptions import ConfigError
 
 from atoll.backends.kubernetes.access import Access, no_credentials, read_access
+from atoll.backends.kubernetes.names import SELECTOR, UID
 from atoll.backends.kubernetes.pod import PodManifest, share_parts
+from atoll.core.clock import Retry
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -34,10 +37,11 @@ from atoll.core.errors import (
     Permanent,
     Temporary,
 )
-from atoll.core.lines import alines_of
 from atoll.core.model import json_decoder
+from atoll.core.text import alines_of
 
 Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 PatchType = Literal["merge", "strategic", "json", "apply"]
 
@@ -64,13 +68,14 @@ PATCH_TYPES = {
 }
 TOO_LARGE = ("request is too large", "larger than max")  # how etcd refuses an object, with code 500
 ErrorT = TypeVar("ErrorT", bound=AtollError)
+T = TypeVar("T")
 IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
 MAY_I = "'kubectl auth can-i --list' shows what this account may do"
 NO_LOG = re.compile(r"unable to retrieve container logs for \w+://[0-9a-f]{64}")
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 # Objects of one request. 500 pods are 5 MB, decoded in 20 ms; a training may have 1 MB.
 PAGES = {"pods": 500, "jobs": 200}
-PAGE = 50
+PAGE = 50  # of trainings, with their status: 50 MB at the most, a few MB as a rule
 RESTARTS = 3  # of a list whose continue token expired, as it may when etcd is compacted
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -125,6 +130,11 @@ _LISTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodList)}
 _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodEvent)}
 
 
+# After 10 s without an answer a caller tries again; the API server itself gives up after 60. A
+# connection may be free only after that.
+TIMEOUT = httpx2.Timeout(10.0, pool=60.0)
+
+
 class Cluster:
     """A client of one API server. `requests` counts the requests sent, by verb and kind."""
 
@@ -151,7 +161,7 @@ class Cluster:
             base_url=access.server,
             auth=access.auth,
             headers=access.headers,
-            timeout=httpx2.Timeout(10.0, pool=60.0),
+            timeout=TIMEOUT,
             transport=httpx2.AsyncHTTPTransport(
                 verify=access.verify,
                 proxy=access.proxy,
@@ -168,11 +178,10 @@ class Cluster:
 
     async def version(self) -> str:
         """The server's version. Raises Temporary if it does not answer, Denied if it refuses."""
-        answer = await self._send("get", "version", "/version")
-        return str(_object(answer).get("gitVersion", ""))
+        return str((await self._send("get", "version", "/version")).get("gitVersion", ""))
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Json:
-        return _object(await self._send("get", kind, _path(kind, namespace, name)))
+        return await self._send("get", kind, _path(kind, namespace, name))
 
     async def list(
         self,
@@ -181,17 +190,9 @@ class Cluster:
         *,
         labels: str = "",
         fields: str = "",
-        limit: int = 0,
-        after: str = "",
         version: str = "",
     ) -> ObjectList:
-        """All objects, page by page; or `limit` of them, from the start or where the list before
-        ended: `after` is its `more`. With `version`, as they were then.
-
-        Raises Gone if that is too long ago.
-        """
-        if limit or after:
-            return await self._page(kind, namespace, labels, fields, limit, after, version)
+        """All objects; with `version`, as they were then. Raises Gone if that is too long ago."""
         for _ in range(RESTARTS):
             items: list[Json] = []
             newest = ""
@@ -208,40 +209,36 @@ class Cluster:
         raise Temporary(f"the list of {kind} did not end before the cluster forgot its version")
 
     async def pages(
-        self,
-        kind: str,
-        namespace: str | None = None,
-        *,
-        labels: str = "",
-        fields: str = "",
-        version: str = "",
+        self, kind: str, namespace: str | None = None, **options: str
     ) -> AsyncGenerator[ObjectList, None]:
-        """All objects of one version, page by page. Raises Gone if it is too long ago."""
+        """As `list`, page by page."""
         limit, more = PAGES.get(kind, PAGE), ""
         while True:
-            page = await self._page(kind, namespace, labels, fields, limit, more, version)
+            page = await self.page(kind, namespace, limit=limit, after=more, **options)
             yield page
             more = page.more
             if not more:
                 return
 
-    async def _page(
+    async def page(
         self,
         kind: str,
-        namespace: str | None,
-        labels: str,
-        fields: str,
+        namespace: str | None = None,
+        *,
         limit: int,
-        after: str,
-        version: str,
+        after: str = "",
+        labels: str = "",
+        fields: str = "",
+        version: str = "",
     ) -> ObjectList:
-        params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
+        """At most `limit` objects, from the start or from where the page before ended: `after` is
+        its `more`."""
+        params = _selectors(labels, fields) | {"limit": str(limit)}
         if after:  # it holds the version, too
             params["continue"] = after
         elif version:
             params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
-        answer = await self._send("list", kind, _path(kind, namespace), params=params)
-        reply = _decoded(_LISTS.get(kind, _JSON), answer.content)
+        reply = await self._send("list", kind, _path(kind, namespace), params=params)
         items = [_lean(kind, item) for item in reply.get("items") or ()]
         metadata = reply["metadata"]
         return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
@@ -251,13 +248,10 @@ class Cluster:
     ) -> Json:
         """Creates the object and returns it as stored; with `is_dry_run` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {
-            "fieldManager": FIELD_MANAGER,
-            "fieldValidation": "Strict",
-            **_dry_run_params(is_dry_run),
-        }
-        answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
-        return _object(answer)
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        if is_dry_run:  # the server checks everything, rights included, and writes nothing
+            params["dryRun"] = "All"
+        return await self._send("create", kind, _path(kind, namespace), body=body, params=params)
 
     async def replace(
         self, kind: str, namespace: str | None, name: str, body: Json, *, part: str = ""
@@ -265,7 +259,7 @@ class Cluster:
         """Raises Conflict if `body` carries a version that is no longer the newest."""
         path = _path(kind, namespace, name, part)
         params = {"fieldManager": FIELD_MANAGER}
-        return _object(await self._send("replace", kind, path, body=body, params=params))
+        return await self._send("replace", kind, path, body=body, params=params)
 
     async def patch(
         self,
@@ -278,13 +272,14 @@ class Cluster:
         part: str = "",
         is_dry_run: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER, **_dry_run_params(is_dry_run)}
+        params = {"fieldManager": FIELD_MANAGER}
+        if is_dry_run:
+            params["dryRun"] = "All"
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
         headers = {"Content-Type": PATCH_TYPES[type]}
-        answer = await self._send("patch", kind, path, body=body, params=params, headers=headers)
-        return _object(answer)
+        return await self._send("patch", kind, path, body=body, params=params, headers=headers)
 
     async def delete(
         self,
@@ -329,6 +324,7 @@ class Cluster:
             "resourceVersion": after,
             "timeoutSeconds": str(seconds),
         }
+        # The server ends it in time; a minute more than that, and it has vanished.
         limits = httpx2.Timeout(10.0, read=seconds + 60.0)
         async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
             async for line in lines:
@@ -355,6 +351,7 @@ class Cluster:
         if follow:
             params["follow"] = "true"
         path = _path("pods", namespace, pod, "log")
+        # A kubelet may have to fetch a log from a slow disk; a followed log may be silent for days.
         limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
         async with self._stream("log", "pods", path, params, limits) as lines:
             on_open()
@@ -363,7 +360,7 @@ class Cluster:
                     raise NotFound("log of pod", pod)
                 yield line
 
-    async def dated_log(
+    async def log_with_times(
         self,
         namespace: str,
         pod: str,
@@ -394,7 +391,7 @@ class Cluster:
         body: Any = None,
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> httpx2.Response:
+    ) -> Json:
         self.requests[verb, kind] += 1
         method = {"get": "GET", "list": "GET", "create": "POST", "replace": "PUT"}.get(
             verb, verb.upper()
@@ -405,14 +402,13 @@ class Cluster:
             answer = await self._http.request(
                 method, path, params=params, content=content, headers=all_headers
             )
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, ConfigError, OSError) as error:
             raise _unreachable(error) from error
-        except (ConfigError, OSError) as error:
-            raise no_credentials(error) from error
         self.time.update(answer.headers.get("Date"))
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
-        return answer
+        reply: Json = _decoded(_LISTS.get(kind, _JSON) if verb == "list" else _JSON, answer.content)
+        return reply
 
     @contextlib.asynccontextmanager
     async def _stream(
@@ -428,10 +424,8 @@ class Cluster:
                     raise _error(_status(answer), answer.status_code, kind)
                 async with contextlib.aclosing(alines_of(answer.aiter_bytes())) as lines:
                     yield lines
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, ConfigError, OSError) as error:
             raise _unreachable(error) from error
-        except (ConfigError, OSError) as error:
-            raise no_credentials(error) from error
 
 
 async def gather(limit: int, calls: list[Any]) -> None:
@@ -459,11 +453,6 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     return "/" + "/".join(parts)
 
 
-def _dry_run_params(is_dry_run: bool) -> dict[str, str]:
-    """The server checks everything, rights included, and writes nothing."""
-    return {"dryRun": "All"} if is_dry_run else {}
-
-
 def _selectors(labels: str, fields: str) -> dict[str, str]:
     selectors = {"labelSelector": labels, "fieldSelector": fields}
     return {name: value for name, value in selectors.items() if value}
@@ -480,11 +469,6 @@ def _lean(kind: str, item: Json) -> Json:
     """Drops what nobody here reads, which may be most of the object."""
     item["metadata"].pop("managedFields", None)
     return share_parts(item) if kind == "pods" else item
-
-
-def _object(answer: httpx2.Response) -> Json:
-    body: Json = _JSON.decode(answer.content)
-    return body
 
 
 def _status(answer: httpx2.Response) -> Json:
@@ -521,7 +505,9 @@ def _hinted(error: ErrorT, hint: str) -> ErrorT:
     return error
 
 
-def _unreachable(error: httpx2.HTTPError) -> Temporary:
+def _unreachable(error: Exception) -> Temporary | Denied:
+    if not isinstance(error, httpx2.HTTPError):  # of a plugin or a file with credentials
+        return no_credentials(error)
     detail = str(error) or type(error).__name__
     return _hinted(Temporary(f"the Kubernetes API server did not answer: {detail}"), IS_THERE)
 
@@ -572,3 +558,113 @@ class ServerTime:
         last = self._ahead_s
         if last is None or ahead_s > last or ahead_s < last - STEP_S:
             self._ahead_s = ahead_s
+
+
+class Mirror(Generic[T]):
+    """Objects by training uid and name, each parsed once by `parse`.
+
+    `notify` gets the labels of an object of each training that may have changed. `on_deleted` gets
+    each object that no longer exists, and whether that is its very last state.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        kind: str,
+        namespace: str | None,
+        parse: Callable[[Json], T],
+        notify: Callable[[Json], None],
+        on_deleted: Callable[[T, bool], None] = lambda item, is_final: None,
+    ) -> None:
+        self._cluster = cluster
+        self._kind = kind
+        self._namespace = namespace
+        self._parse = parse
+        self._notify = notify
+        self._on_deleted = on_deleted
+        self._objects: dict[str, dict[str, T]] = defaultdict(dict)
+        self._labels: dict[str, Json] = {}  # of an object of each training
+        self._version = 0
+        self._moved = asyncio.Event()
+        self.is_live = False
+
+    def of(self, uid: str) -> Mapping[str, T]:
+        return self._objects.get(uid, {})
+
+    async def reach(self, version: int, timeout_s: float) -> bool:
+        """Waits until the copy has that version of the cluster; False if it does not in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.is_live and self._version < version:
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            return False
+        return self.is_live
+
+    async def run(self) -> None:
+        """Runs until cancelled, and retries while the API server does not answer."""
+        retry = Retry(0.2, 10.0)
+        while True:
+            try:
+                await self._load()
+                retry.has_worked()
+                await self._follow()
+            except Gone:
+                log.info("the watch on %s fell behind; listing again", self._kind)
+            except (Temporary, Denied, Permanent) as error:
+                # The first failure shows in other requests too; the next is worth a warning.
+                level = logging.WARNING if retry.failures == 1 else logging.INFO
+                log.log(level, "cannot watch %s: %s; trying again", self._kind, error)
+                self._go_stale()
+                await asyncio.sleep(retry.pause_s() or 0.0)
+            finally:
+                self._go_stale()
+
+    async def _load(self) -> None:
+        objects = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
+        old, old_labels = self._objects, self._labels
+        self._objects, self._labels = defaultdict(dict), {}
+        for item in objects.items:
+            self.put(item)
+        self._advance(objects.version)
+        self.is_live = True
+        for uid, by_name in old.items():
+            for name in by_name.keys() - self.of(uid).keys():
+                self._on_deleted(by_name[name], False)
+        for labels in (old_labels | self._labels).values():
+            self._notify(labels)
+
+    def put(self, item: Json) -> str:
+        """Takes over the newest state of an object; returns the uid of its training."""
+        labels = item["metadata"].get("labels") or {}
+        uid = str(labels.get(UID, ""))
+        self._objects[uid][item["metadata"]["name"]] = self._parse(item)
+        self._labels[uid] = labels
+        return uid
+
+    async def _follow(self) -> None:
+        while True:
+            async for event in self._cluster.watch(
+                self._kind, self._namespace, after=str(self._version), labels=SELECTOR
+            ):
+                if event.type != "BOOKMARK":
+                    self._update(event.type, event.object)
+                self._advance(event.object["metadata"]["resourceVersion"])
+
+    def _update(self, type: str, item: Json) -> None:
+        uid = self.put(item)
+        self._notify(self._labels[uid])
+        if type == "DELETED":
+            deleted = self._objects[uid].pop(item["metadata"]["name"])
+            if not self._objects[uid]:
+                del self._objects[uid], self._labels[uid]
+            self._on_deleted(deleted, True)
+
+    def _advance(self, version: str) -> None:
+        self._version = int(version)
+        self._moved.set()
+
+    def _go_stale(self) -> None:
+        self.is_live = False
+        self._moved.set()

@@ -24,7 +24,7 @@ ARCHIVE_DIR = "/atoll/archive"
 CODE_DIR = "/atoll/code"
 UNPACK = "unpack.py"  # the key in the gang's ConfigMap
 PART = "part"
-ATTEMPTS = 5
+ATTEMPTS = 5  # to own code whose last other owner is deleted at the same moment
 
 
 def part_names(code: Code) -> list[str]:

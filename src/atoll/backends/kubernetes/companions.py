@@ -9,38 +9,40 @@ no extra request.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.backends.companions import bench_command, etcd_arguments
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.followups import PatchJob
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import BENCH, ETCD, PART, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.patch import is_blocked, render_unblock
-from atoll.backends.kubernetes.placement import affinity, node_selector, ranks_of, tolerations
-from atoll.backends.kubernetes.pod import BROKEN, HOPELESS, Pod, when
+from atoll.backends.kubernetes.pod import Pod, when
 from atoll.backends.kubernetes.render import (
     RESTRICTED,
+    affinity,
     etcd_name,
-    fabric_folder,
     gang_metadata,
     gang_name,
-    owner_of,
-    reference_to,
+    node_selector,
+    owner_in,
+    ranks_of,
     render_headless,
+    tolerations,
 )
-from atoll.core.bench import DONE, LIMIT_S, has_floor
-from atoll.core.errors import BackendError, Conflict, NotFound, ValidationError
+from atoll.core.errors import Conflict, NotFound, ValidationError
 from atoll.core.mesh import DEFAULT_ETCD_PORT, MeshState
 from atoll.core.model import decode
 from atoll.core.ports import Key
 from atoll.core.status import (
+    BENCH_DONE,
+    BENCH_LIMIT_S,
     BenchResult,
     DesiredState,
     Followup,
@@ -50,22 +52,19 @@ from atoll.core.status import (
     Training,
     sooner,
 )
-from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import MeshVerdict, agent_name
-from atoll.mesh.watch import MeshWatch
+from atoll.mesh.watch import Members, MeshWatches, agent_name
 
 Json = dict[str, Any]
-log = logging.getLogger(__name__)
 
 REAPPLY_S = 5.0  # between two attempts to create an etcd that has no pod
-BENCH_EVERY_S = 5.0  # its end comes with the watch; this only checks LIMIT_S
+BENCH_EVERY_S = 5.0  # its end comes with the watch; this only checks BENCH_LIMIT_S
 BLOCKED_EVERY_S = 30.0  # the end comes with the watch; this only checks image_timeout_s
 
 
 class StartEtcd(Followup, frozen=True):
     """Create the etcd. Without a Training object, `job` owns it."""
 
-    job: Json | None
+    job: Job | None
 
 
 class FollowMesh(Followup, frozen=True):
@@ -77,138 +76,6 @@ class FollowMesh(Followup, frozen=True):
 
 class ClearBench(Followup, frozen=True):
     """Delete the Job and Service of a bench whose result is stored."""
-
-
-class FollowedMesh:
-    """The watch over the mesh of one training, in one etcd."""
-
-    def __init__(
-        self,
-        training: Training,
-        endpoint: str,
-        deadline_s: float,
-        notify: Callable[[], None],
-        *,
-        is_alone: bool,
-    ):
-        self.endpoint = endpoint
-        self.agents: frozenset[str] = frozenset()
-        self._notify = notify
-        self._keys = EtcdKeys(endpoint)
-        self._task: asyncio.Task[None] | None = None
-        self.watch = MeshWatch(
-            self._keys,
-            self._on_verdict,
-            deadline_s=deadline_s,
-            folder=fabric_folder(training),
-            is_alone=is_alone,
-        )
-
-    def follow(self, members: Members, now: float) -> None:
-        if members.agents != self.agents:
-            self.agents = members.agents
-            already_s = max(now - members.placed_at, 0.0)
-            self._task = asyncio.create_task(self._run(self._task, already_s))
-            self._task.add_done_callback(_log_end)
-
-    async def _run(self, before: asyncio.Task[None] | None, already_s: float) -> None:
-        await _end(before)
-        await self.watch.run(self.agents, already_s)
-
-    async def close(self) -> None:
-        await _end(self._task)
-        self._task = None
-        await self._keys.close()
-
-    def _on_verdict(self, verdict: MeshVerdict) -> None:
-        self._notify()
-
-
-class Meshes:
-    """One watch for each training with a mesh. A changed verdict calls `notify`.
-
-    A watch reads what the agents report and writes the keys of their hosts once it can decide.
-    It runs on between observations because the hosts wait for those keys. Reports come through the
-    training's etcd, in any order, and cost the API server nothing. Only a followup starts a watch
-    or changes it.
-    """
-
-    def __init__(
-        self, notify: Callable[[Key], None], deadline_s: float, *, is_alone: bool = True
-    ) -> None:
-        self._notify = notify
-        self._is_alone = is_alone  # each training has an etcd of its own
-        self._deadline_s = deadline_s
-        self._meshes: dict[str, FollowedMesh] = {}
-
-    def verdict(self, uid: str, endpoint: str) -> MeshStatus | None:
-        """The newest verdict in that etcd, in any if `endpoint` is empty; None if there is none."""
-        mesh = self._meshes.get(uid)
-        if mesh is None or (endpoint and mesh.endpoint != endpoint):
-            return None
-        verdict = mesh.watch.verdict
-        return MeshStatus(
-            state=verdict.state,
-            message=verdict.message,
-            hosts=len(mesh.watch.hosts),
-            foreign_writes=mesh.watch.foreign_writes,
-        )
-
-    def is_followed(self, uid: str, endpoint: str, members: Members | None) -> bool:
-        """Whether the watch has this etcd and these members.
-
-        `endpoint` is empty while the etcd does not answer, and `members` is None while ranks are
-        being scheduled. The watch stays as it is until they are known.
-        """
-        mesh = self._meshes.get(uid)
-        if mesh is None:
-            return not endpoint or members is None
-        is_there = not endpoint or mesh.endpoint == endpoint
-        return is_there and (members is None or members.agents == mesh.agents)
-
-    async def follow(
-        self, training: Training, endpoint: str, members: Members | None, now: float
-    ) -> None:
-        mesh = self._meshes.get(training.uid)
-        if mesh is not None and endpoint and mesh.endpoint != endpoint:
-            await self._meshes.pop(training.uid).close()
-            mesh = None
-        if mesh is None and endpoint and members is not None:
-            key = training.key
-            mesh = FollowedMesh(
-                training,
-                endpoint,
-                self._deadline_s,
-                lambda: self._notify(key),
-                is_alone=self._is_alone,
-            )
-            self._meshes[training.uid] = mesh
-        if mesh is not None and members is not None:
-            mesh.follow(members, now)
-
-    async def drop(self, training: Training, shared: str | None) -> None:
-        """The watch has ended, and the keys of the training in a shared etcd are deleted."""
-        mesh = self._meshes.pop(training.uid, None)
-        if mesh is not None:
-            await mesh.close()
-        if shared is None:
-            return
-        others = {host for other in self._meshes.values() for host in other.watch.hosts}
-        async with EtcdKeys(shared) as keys:
-            watch = MeshWatch(keys, folder=fabric_folder(training))
-            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
-                await watch.clear(keep=others)
-
-    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """The watches of trainings that were removed by force have ended."""
-        watched = set(self._meshes)
-        for uid in watched - await known() if watched else ():
-            if mesh := self._meshes.pop(uid, None):
-                await mesh.close()
-
-    async def close(self) -> None:
-        while self._meshes:
-            await self._meshes.popitem()[1].close()
 
 
 class Companions:
@@ -225,7 +92,7 @@ class Companions:
         self._cluster = cluster
         self._options = options
         self._is_owner = is_owner
-        self._meshes = Meshes(
+        self._meshes = MeshWatches(
             notify, options.mesh_deadline_s, is_alone=options.etcd_endpoint is None
         )
         # By training: when each was last applied, and what kept the etcd from getting its pod.
@@ -241,29 +108,36 @@ class Companions:
     def observe(
         self,
         training: Training,
-        job: Json | None,
+        job: Job | None,
         newest: list[Pod],
         pods: list[Pod],
         observation: Observation,
         now: float,
     ) -> Observation:
         """Adds etcd, mesh and bench to `observation`; `newest` is the last pod of each rank."""
+        options, spec = self._options, training.spec
+        has_etcd, has_gate = options.has_own_etcd(spec), options.has_gate(spec)
+        has_bench = spec.bench.mode != "off"
+        is_blocked = job is not None and job.is_blocked
+        if not (has_etcd or has_gate or has_bench or is_blocked):
+            return observation
         etcd = [pod for pod in pods if pod.part == ETCD]
-        bench = [pod for pod in pods if pod.part == BENCH]
-        if job is not None and is_blocked(job) and ready_etcd(etcd) is not None:
+        if job is not None and job.is_blocked and ready_etcd(etcd) is not None:
             observation = _with_followups(
-                observation, PatchJob(why="its etcd answers", patch=render_unblock(job))
+                observation, PatchJob(why="its etcd answers", patch=job.unblock())
             )
-        if observation.desired is None or observation.desired.size == 0:
-            return self._observe_bench(training, newest, bench, observation, now)
-        is_ending = training.is_cancelling or bool(training.status.failing)
-        is_etcd_wanted = observation.is_supervised and not is_ending
-        if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
-            observation = self._observe_etcd(training, job, etcd, observation, now)
-        if self._options.has_gate(training.spec):
-            agents = None if observation.desired is None else members(newest, observation.desired)
-            observation = self._observe_mesh(training, agents, etcd, observation)
-        return self._observe_bench(training, newest, bench, observation, now)
+        desired = observation.desired
+        agents = None if desired is None else members(newest, desired)
+        if desired is not None and desired.size > 0:
+            is_ending = training.is_cancelling or bool(training.status.failing)
+            if has_etcd and observation.is_supervised and not is_ending:
+                observation = self._observe_etcd(training, job, etcd, observation, now)
+            if has_gate:
+                observation = self._observe_mesh(training, agents, etcd, observation)
+        if has_bench:
+            bench = [pod for pod in pods if pod.part == BENCH]
+            observation = self._observe_bench(training, agents, newest, bench, observation, now)
+        return observation
 
     async def perform(
         self, training: Training, namespace: str, followup: Followup, now: float
@@ -277,10 +151,11 @@ class Companions:
                 await self._clear_bench(training, namespace)
 
     async def measure(
-        self, training: Training, namespace: str, job: Json | None, now: float
+        self, training: Training, namespace: str, job: Job | None, now: float
     ) -> None:
-        owner, name = self._owner(training, job), bench_name(training)
-        service = render_bench_service(training, self._options, owner)
+        owner = owner_in(training, job, is_owner=self._is_owner)
+        name = bench_name(training)
+        service = render_companion_service(training, self._options, owner, BENCH)
         await self._cluster.patch("services", namespace, name, service, type="apply")
         body = render_bench(training, self._options, owner, secrets.token_hex(16))
         with contextlib.suppress(Conflict):  # this operator or the one before it made it
@@ -303,7 +178,7 @@ class Companions:
     def _observe_etcd(
         self,
         training: Training,
-        job: Json | None,
+        job: Job | None,
         pods: list[Pod],
         observation: Observation,
         now: float,
@@ -314,21 +189,21 @@ class Companions:
             is_due = now - applied_at >= REAPPLY_S
             followups = (StartEtcd(job=job),) if is_due else ()
             observation = _with_followups(observation, *followups, again_in_s=REAPPLY_S)
-        if not is_blocked(job):
+        if job is None or not job.is_blocked:
             return observation
         limit_s = self._options.image_timeout_s
         observation = _with_followups(observation, again_in_s=min(limit_s, BLOCKED_EVERY_S))
         for pod in pods:
-            is_late = now - pod.created_at > limit_s
-            if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
+            if pod.is_hopeless(limit_s, now):
                 return replace(observation, fault=f"its etcd: {pod.waits_for}")
         return replace(observation, message=describe_etcd(pods, pod_error))
 
     async def _start_etcd(
-        self, training: Training, namespace: str, job: Json | None, now: float
+        self, training: Training, namespace: str, job: Job | None, now: float
     ) -> None:
-        owner, name = self._owner(training, job), etcd_name(training)
-        service = render_etcd_service(training, self._options, owner)
+        owner = owner_in(training, job, is_owner=self._is_owner)
+        name = etcd_name(training)
+        service = render_companion_service(training, self._options, owner, ETCD)
         await self._cluster.patch("services", namespace, name, service, type="apply")
         body = render_etcd(training, self._options, owner)
         deployment = await self._cluster.patch("deployments", namespace, name, body, type="apply")
@@ -351,14 +226,12 @@ class Companions:
     def _observe_bench(
         self,
         training: Training,
+        agents: Members | None,
         newest: list[Pod],
         pods: list[Pod],
         observation: Observation,
         now: float,
     ) -> Observation:
-        if training.spec.bench.mode == "off":
-            return observation
-        agents = None if observation.desired is None else members(newest, observation.desired)
         applied_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
@@ -372,27 +245,19 @@ class Companions:
         observation = replace(observation, bench=bench)
         if applied_at is None and all(pod.is_leaving for pod in pods):
             return observation
-        if self._is_bench_to_go(training, bench, now) and not observation.fault:
+        status = training.status.bench
+        is_late = status.started_at is not None and now >= status.started_at + BENCH_LIMIT_S
+        # Its result is stored, or is about to be in this pass.
+        is_over = status.phase in BENCH_DONE or is_late or bench.state in ("done", "failed")
+        if is_over and not observation.fault:
             return _with_followups(observation, ClearBench())
         return _with_followups(observation, again_in_s=BENCH_EVERY_S)
-
-    def _is_bench_to_go(self, training: Training, bench: ObservedBench, now: float) -> bool:
-        """Whether the result of the bench is stored, or is about to be in this pass."""
-        since = training.status.bench.started_at
-        is_late = since is not None and now >= since + LIMIT_S
-        return is_bench_over(training) or is_late or bench.state in ("done", "failed")
 
     async def _clear_bench(self, training: Training, namespace: str) -> None:
         for kind in ("jobs", "services"):
             with contextlib.suppress(NotFound):
                 await self._cluster.delete(kind, namespace, bench_name(training))
         self._benches.pop(training.uid, None)
-
-    def _owner(self, training: Training, job: Json | None) -> Json | None:
-        """The object with which Kubernetes deletes it."""
-        if self._is_owner:
-            return owner_of(training)
-        return reference_to("batch/v1", "Job", job["metadata"]) if job else None
 
 
 def _with_followups(
@@ -404,18 +269,7 @@ def _with_followups(
     )
 
 
-async def _end(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
-
-
-def _log_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.error("the watch over a mesh ended: %s", error, exc_info=error)
-
-
-BENCH_PORT = 28_411
+BENCH_PORT = 28_411  # below 32768, where Linux begins to give ports out
 HOST = "kubernetes.io/hostname"
 BENCH_TTL_S = 3600  # Kubernetes deletes a finished bench after this if the operator is away
 # NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
@@ -424,9 +278,17 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
-def render_etcd_service(training: Training, options: KubernetesOptions, owner: Json | None) -> Json:
-    metadata = gang_metadata(training, owner, options, name=etcd_name(training))
-    return render_headless(metadata, training, ETCD, "client", DEFAULT_ETCD_PORT)
+def render_companion_service(
+    training: Training, options: KubernetesOptions, owner: Json | None, part: str
+) -> Json:
+    """A name for its etcd, or names for the two pods of its bench."""
+    rows = {
+        ETCD: (etcd_name(training), "client", DEFAULT_ETCD_PORT),
+        BENCH: (bench_name(training), BENCH, BENCH_PORT),
+    }
+    name, port, number = rows[part]
+    metadata = gang_metadata(training, owner, options, name=name)
+    return render_headless(metadata, training, part, port, number)
 
 
 def render_etcd(training: Training, options: KubernetesOptions, owner: Json | None) -> Json:
@@ -462,15 +324,14 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
         "image": options.etcd_image,
         "command": [
             "etcd",
-            "--data-dir=/data/etcd",
-            "--enable-v2=true",
-            f"--listen-client-urls=http://0.0.0.0:{port}",
-            f"--advertise-client-urls=http://{etcd_name(training)}:{port}",
-            "--listen-peer-urls=http://127.0.0.1:2380",
-            # No page in somebody's browser may read or write it, by its own name or by another's.
-            f"--cors=http://127.0.0.1:{port}",
-            f"--host-whitelist={_allowed_hosts(etcd_name(training))}",
-            "--unsafe-no-fsync",
+            *etcd_arguments(
+                "/data/etcd",
+                listen=f"http://0.0.0.0:{port}",
+                advertise=f"http://{etcd_name(training)}:{port}",
+                peer="http://127.0.0.1:2380",
+                origin=f"http://127.0.0.1:{port}",
+                hosts=_etcd_hosts(etcd_name(training)),
+            ),
         ],
         "env": [
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
@@ -492,11 +353,10 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
     }
 
 
-def _allowed_hosts(name: str) -> str:
-    """Host names in requests that the etcd accepts: its Service, its pod, and a forwarded port."""
-    names = [name, f"{name}.$(HOME_NS)", f"{name}.$(HOME_NS).svc"]
-    names.append(f"{name}.$(HOME_NS).svc.cluster.local")
-    return ",".join([*names, "$(POD_IP)", "localhost", "127.0.0.1"])
+def _etcd_hosts(name: str) -> list[str]:
+    """Its Service by each of its names, its pod, and a forwarded port."""
+    domains = ("", ".$(HOME_NS)", ".$(HOME_NS).svc", ".$(HOME_NS).svc.cluster.local")
+    return [*(f"{name}{domain}" for domain in domains), "$(POD_IP)", "localhost", "127.0.0.1"]
 
 
 def ready_etcd(pods: list[Pod]) -> Pod | None:
@@ -532,13 +392,6 @@ def bench_name(training: Training) -> str:
     return f"{gang_name(training)}-bench"
 
 
-def render_bench_service(
-    training: Training, options: KubernetesOptions, owner: Json | None
-) -> Json:
-    metadata = gang_metadata(training, owner, options, name=bench_name(training))
-    return render_headless(metadata, training, BENCH, BENCH, BENCH_PORT)
-
-
 def render_bench(
     training: Training, options: KubernetesOptions, owner: Json | None, token: str
 ) -> Json:
@@ -547,10 +400,9 @@ def render_bench(
     container = {
         "name": BENCH,
         "image": options.agent_image,
-        "command": [
-            *("python", "-m", "atoll.bench.netbench", "pair", f"{name}-0.{name}:{BENCH_PORT}"),
-            f"--limit={LIMIT_S:g}",
-        ],
+        "command": bench_command(
+            "python", "pair", f"{name}-0.{name}:{BENCH_PORT}", limit_s=BENCH_LIMIT_S
+        ),
         "env": [
             {"name": "ATOLL_BENCH_TOKEN", "value": token},
             {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
@@ -600,18 +452,13 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
     if training.spec.bench.placement == "strict":
         return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [spread]}}
     rules["podAntiAffinity"] = {PREFERRED: [{"weight": SPREAD_WEIGHT, "podAffinityTerm": spread}]}
-    if not has_floor(training.spec):
+    if not training.spec.bench.has_floor:
         rules["podAffinity"] = {PREFERRED: [{"weight": NEAR_WEIGHT, "podAffinityTerm": near}]}
     return rules
 
 
 def _term(labels: dict[str, str]) -> Json:
     return {"topologyKey": HOST, "labelSelector": {"matchLabels": labels}}
-
-
-def is_bench_over(training: Training) -> bool:
-    """Whether the result of the bench is stored, and its pods may be deleted."""
-    return training.status.bench.phase in DONE
 
 
 def read_bench(
@@ -626,19 +473,21 @@ def read_bench(
 ) -> ObservedBench:
     """The state of the bench, from its own `pods` and those of the ranks.
 
-    `made_at` is when its Job was created; None if it was not.
+    `created_at` is when its Job was created; None if it was not.
     """
-    pair = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
+    pair = sorted(
+        (p for p in pods if not p.is_leaving and p.index in (0, 1)), key=attrgetter("index")
+    )
     if not pair:
         if created_at is not None:
             return _missing(now - created_at, options)
-        if has_floor(training.spec) or are_ranks_placed:
+        if training.spec.bench.has_floor or are_ranks_placed:
             return ObservedBench(state="idle", message="about to be measured")
         return ObservedBench(state="waiting", message="waits until all ranks have nodes")
     if pair[-1].index == 1 and pair[-1].status.get("phase") == "Succeeded":
         return _result(pair, {p.node for p in ranks if p.node})
     for pod in pair:
-        if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
+        if pod.status.get("phase") == "Failed" or pod.is_hopeless(options.image_timeout_s, now):
             return ObservedBench(state="failed", message=_describe_failure(pod, now))
     waiting = [p for p in pair if "running" not in p.state and not p.is_over]
     if waiting or len(pair) < 2:
@@ -668,28 +517,12 @@ def _result(pair: list[Pod], workers: set[str]) -> ObservedBench:
     return ObservedBench(state="done", result=result)
 
 
-def _index(pod: Pod) -> int:
-    return pod.index
-
-
-def _is_hopeless(pod: Pod, options: KubernetesOptions, now: float) -> bool:
-    is_late = now - pod.created_at > options.image_timeout_s
-    return pod.waiting_reason in HOPELESS or (pod.waiting_reason in BROKEN and is_late)
-
-
 def _describe_failure(pod: Pod, now: float) -> str:
     if not pod.is_over:
         return pod.waits_for
     ended = pod.exit(is_stopped=False, now=now)
     text = ended.log_tail[-1] if ended.log_tail else ended.message
     return f"the pod on {pod.node} ended with {ended.reason}: {text or f'exit code {ended.code}'}"
-
-
-class Members(NamedTuple):
-    """The agents that must reach each other, and when the last of them got its node."""
-
-    agents: frozenset[str]
-    placed_at: float
 
 
 def members(newest: Iterable[Pod], desired: DesiredState) -> Members | None:

@@ -58,9 +58,7 @@ class DeletedPods:
         self._notify = notify
         self._left: dict[str, dict[str, Pod]] = {}  # by training and name
         self._final: set[str] = set()  # uids of pods whose very last state is known
-        self._exhausted: dict[
-            str, set[str | int]
-        ] = {}  # targets that no search can find, by training
+        self._exhausted: dict[str, set[str | int]] = {}  # by training: what no search can find
         self._searching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(SEARCHES)
 

@@ -14,18 +14,16 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.pod import Pod
-from atoll.backends.kubernetes.read import finished
 from atoll.core.errors import Denied
 from atoll.core.ports import Key
 from atoll.core.status import Observation, Training, sooner
-
-Json = dict[str, Any]
 
 MISSING_AFTER_S = 3.0  # if pods are missing for this long, read the Job's events
 STUCK_AFTER_S = 10.0  # if a container is not created for this long, read its pod's events
@@ -142,22 +140,21 @@ class Diagnosis:
             raise
         self._refused.pop(uid, None)
 
-    async def of(self, training: Training, job: Json | None, pods: int, now: float) -> PodError:
+    async def of(self, training: Training, job: Job | None, pods: int, now: float) -> PodError:
         """Why pods of the Job are missing, if any are; `pods` is the number that exist."""
         if job is None:
             return PodError(self._refused.get(training.uid, ""))
-        if job["spec"].get("suspend") or finished(job):
+        if job.is_suspended or job.end_reason:
             return PodError()
-        if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
+        if pods >= job.parallelism:  # 0 while it gives way
             self._pod_errors.pop(training.uid, None)
             return PodError()
         read_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
         left_s = read_at + MISSING_AFTER_S - now
         if left_s > 0:
             return PodError(text, left_s)
-        fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
-        namespace = job["metadata"]["namespace"]
-        events = await self._cluster.list("events", namespace, fields=fields)
+        fields = f"involvedObject.uid={job.metadata['uid']},reason=FailedCreate"
+        events = await self._cluster.list("events", job.metadata["namespace"], fields=fields)
         text = events.items[-1].get("message", "") if events.items else ""
         self._pod_errors[training.uid] = (now, text)
         return PodError(text, MISSING_AFTER_S)
@@ -166,7 +163,7 @@ class Diagnosis:
         self, training: Training, observation: Observation, newest: list[Pod], now: float
     ) -> Observation:
         """Adds the kubelet's message about containers that cannot be created."""
-        making = [pod for pod in newest if pod.is_being_created]
+        making = [pod for pod in newest if pod.waiting_reason and pod.is_being_created]
         stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
         if not stuck:
             self._stuck.pop(training.uid, None)

@@ -11,30 +11,23 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import fields, replace
 
-from atoll.backends.kubernetes.client import Cluster, Rejected
+from atoll.backends.kubernetes.client import Cluster, Mirror, Rejected
 from atoll.backends.kubernetes.companions import Companions
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Diagnosis, NodeProbes
-from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, GangWriter
+from atoll.backends.kubernetes.followups import GangWriter
+from atoll.backends.kubernetes.job import RELEASE, Job
 from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
-from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
-from atoll.backends.kubernetes.patch import render_released, render_resize
 from atoll.backends.kubernetes.pod import Pod
-from atoll.backends.kubernetes.read import (
-    desired_of,
-    finished,
-    is_unchanged,
-    observe_gang,
-    unexplained_failures,
-)
+from atoll.backends.kubernetes.read import observe_gang, unexplained_failures
 from atoll.backends.kubernetes.render import (
     gang_name,
     owner_of,
@@ -43,7 +36,7 @@ from atoll.backends.kubernetes.render import (
     render_service,
     render_world,
 )
-from atoll.backends.kubernetes.results import printed_lines, printed_logs, result_in_log
+from atoll.backends.kubernetes.results import read_without_results, result_in_log, strip_results
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
@@ -91,25 +84,24 @@ class KubernetesBackend(Executor):
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
         self._clock = clock = clock or (lambda: self.cluster.time())
-        self._writer = GangWriter(self.cluster)
         self._archive = Archive(self.cluster)
-        self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
-        self._followups = GangFollowups(
-            self._writer, self._objects, self._archive, self._patch_job, clock
+        self._writer = GangWriter(
+            *(self.cluster, self.options, self._archive, self._patch_job, clock), is_owner=is_owner
         )
+        self._object_key = self._writer.object_key
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
-        self._jobs: Mirror[Json] = Mirror(
-            self.cluster, "jobs", self.options.namespace, lambda job: job, self._note
+        self._jobs: Mirror[Job] = Mirror(
+            self.cluster, "jobs", self.options.namespace, Job, self._note
         )
         self._deleted = DeletedPods(self.cluster, self._changed.put_nowait)
         self._pods: Mirror[Pod] = Mirror(
             *(self.cluster, "pods", self.options.namespace, Pod, self._note),
             lambda pod, is_final: self._deleted.note(pod, is_final=is_final),
         )
-        self._written: dict[
-            str, int
-        ] = {}  # newest version of a Job that this process wrote, by training
-        self._last: dict[str, Json] = {}  # Jobs as last read from the API server, by training
+        # By training: the newest version of its Job that this process wrote, and the Job as it was
+        # last read from the API server.
+        self._written: dict[str, int] = {}
+        self._last: dict[str, Job] = {}
         self._node_probes = NodeProbes(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._delayed: set[Key] = set()  # large gangs whose next observation is scheduled
@@ -231,8 +223,11 @@ class KubernetesBackend(Executor):
         companions = [pod for pod in pods if pod.part != CONTAINER]
         pod_error = await self._diagnosis.of(training, job, len(pods) - len(companions), now)
         silent = self._node_probes.follow(training.key, pods)
-        failed = unexplained_failures(training, job, pods)
-        deleted = self._deleted.deleted(training, pods, self._object_key(training)[0], failed)
+        failed: Collection[int] = ()
+        if job is not None and job.has_ended_ranks:
+            failed = unexplained_failures(training, job, pods)
+        namespace, _ = self._object_key(training)
+        deleted = self._deleted.deleted(training, pods, namespace, failed)
         view = observe_gang(training, job, pods, self.options, now, pod_error.text, silent, deleted)
         again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
         observation = replace(view.observation, again_in_s=again_in_s, at=now)
@@ -240,7 +235,7 @@ class KubernetesBackend(Executor):
         return self._companions.observe(training, job, view.newest, companions, observation, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
-        await self._followups.perform(training, followup)
+        await self._writer.perform(training, followup)
         await self._companions.perform(
             training, self._object_key(training)[0], followup, self._clock()
         )
@@ -257,7 +252,7 @@ class KubernetesBackend(Executor):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
-            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            job = await self.cluster.patch("jobs", namespace, name, RELEASE)
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself
                 await self.cluster.delete("jobs", namespace, name)
         for kind in ("services", "configmaps"):
@@ -308,8 +303,8 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         source = self._log_source(training)
         if follow is not None:
-            return printed_lines(read_logs(source, ranks=ranks, tail=tail, follow=follow))
-        return printed_logs(
+            return strip_results(read_logs(source, ranks=ranks, tail=tail, follow=follow))
+        return read_without_results(
             lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
         )
 
@@ -334,33 +329,30 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
         source = self._log_source(training)
-        return printed_lines(follow_logs(source, offsets, ranks=ranks, is_over=is_over))
+        return strip_results(follow_logs(source, offsets, ranks=ranks, is_over=is_over))
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._object_key(training)
-        return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
+        return LogSource(self.cluster, training, namespace, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Drops the finalizers of pods of deleted trainings; `known` has the uids of all others."""
-        await self._writer.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
+        await self._writer.sweep(known)
         await self._companions.sweep(known)
         await self._deleted.sweep(known)
 
-    def _object_key(self, training: Training) -> tuple[str, str]:
-        return self.options.namespace or training.namespace, gang_name(training)
-
-    async def _job(self, training: Training) -> Json | None:
+    async def _job(self, training: Training) -> Job | None:
         if await self._is_fresh(training):
             return self._jobs.of(training.uid).get(gang_name(training))
         try:
-            job = await self.cluster.get("jobs", *self._object_key(training))
+            job = Job(await self.cluster.get("jobs", *self._object_key(training)))
         except NotFound:
             self._last.pop(training.uid, None)
             return None
         self._last[training.uid] = job
         return job
 
-    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Pod]]:
+    async def _job_and_pods(self, training: Training) -> tuple[Job | None, list[Pod]]:
         """The Job and its pods, from the mirrors if those are up to date."""
         if await self._is_fresh(training) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
@@ -369,7 +361,7 @@ class KubernetesBackend(Executor):
         listed = await self.cluster.list("pods", namespace, labels=_labels(training))
         pods = [Pod(manifest) for manifest in listed.items]
         last = self._last.get(training.uid)
-        if last is not None and is_unchanged(last, pods):
+        if last is not None and last.is_current(pods):
             return last, pods
         return await self._job(training), pods
 
@@ -378,7 +370,7 @@ class KubernetesBackend(Executor):
 
     async def _create(self, training: Training, desired: DesiredState) -> None:
         namespace, name = self._object_key(training)
-        await self._objects.make(training, desired)
+        await self._writer.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
         body = self.render_job(training, desired, owner)
         try:
@@ -386,33 +378,32 @@ class KubernetesBackend(Executor):
         except Conflict as error:
             raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
         except Permanent:
-            await self._objects.drop_code(training)
+            await self._writer.drop_code(training)
             raise
-        self._note_job(training, job)
-        await self._objects.tie(training, job)
+        await self._writer.tie(training, self._note_job(training, job))
 
-    async def _resize(self, training: Training, desired: DesiredState, job: Json) -> None:
+    async def _resize(self, training: Training, desired: DesiredState, job: Job) -> None:
         namespace, name = self._object_key(training)
-        before, current = job["spec"]["completions"], desired_of(job)
-        if current is None:
+        if job.desired is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
-        if desired.version < current.version:
+        if desired.version < job.desired.version:
             return
-        if desired.size > before:
-            if reason := finished(job):  # the next observation reports it as closed
+        if desired.size > job.size:
+            if job.end_reason:  # the next observation reports it as closed
                 raise Temporary(
-                    f"the Job {name} is over ({reason}) and cannot grow to {desired.size}"
+                    f"the Job {name} is over ({job.end_reason}) and cannot grow to {desired.size}"
                 )
-            await self._check_room_above(training, before, desired.size)
-        elif desired.size < before:
+            await self._check_room_above(training, job.size, desired.size)
+        elif desired.size < job.size:
             _, pods = await self._job_and_pods(training)
             stopping = [p for p in pods if p.rank >= desired.size and p.is_running]
             await self._archive.begin(stopping, len(pods))
-        await self._objects.resize(training, desired, job)
+        await self._writer.resize(training, desired, job)
         try:
-            await self._patch_job(training, render_resize(desired, job, self._clock()))
+            await self._patch_job(training, job.resize(desired, self._clock()))
         except Conflict:  # its status has changed; its desired state may have, too
-            await self._resize(training, desired, await self.cluster.get("jobs", namespace, name))
+            newer = Job(await self.cluster.get("jobs", namespace, name))
+            await self._resize(training, desired, newer)
 
     async def _check_room_above(self, training: Training, before: int, size: int) -> None:
         """Raises Temporary while a rank to be added is still being stopped.
@@ -433,9 +424,10 @@ class KubernetesBackend(Executor):
             raise
         self._note_job(training, job)
 
-    def _note_job(self, training: Training, job: Json) -> None:
-        self._written[training.uid] = _version(job)
-        self._last[training.uid] = job
+    def _note_job(self, training: Training, manifest: Json) -> Job:
+        job = self._last[training.uid] = Job(manifest)
+        self._written[training.uid] = job.version
+        return job
 
     def _note(self, labels: Json) -> None:
         """Asks for another observation of the training with these labels.
@@ -464,10 +456,6 @@ class KubernetesBackend(Executor):
 
 def _labels(training: Training) -> str:
     return f"{UID}={training.uid}"
-
-
-def _version(item: Json) -> int:
-    return int(item["metadata"]["resourceVersion"])
 
 
 def _refusal(error: Rejected) -> ValidationError:

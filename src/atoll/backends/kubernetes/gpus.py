@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any
-
-from atoll.core.checks import is_text
-from atoll.core.errors import ValidationError
 
 # A node has all of these labels; a list names values that are as good.
 Labels = dict[str, str | list[str]]
@@ -112,21 +108,3 @@ def _add(rows: list[dict[str, list[str]]], row: dict[str, list[str]]) -> None:
             before[key] += [value for value in row[key] if value not in before[key]]
             return
     rows.append(row)
-
-
-def check_gpu_nodes(table: Any) -> None:
-    """Raises ValidationError unless it leads from names to labels, or to several sets of them."""
-    if not isinstance(table, dict):
-        raise ValidationError("gpu_nodes", table, "expected GPU names and labels of nodes")
-    for model, nodes in table.items():
-        for labels in nodes if isinstance(nodes, list) else [nodes]:
-            if not isinstance(labels, dict) or not all(map(_is_values, labels.values())):
-                raise ValidationError(
-                    f"gpu_nodes.{model}", nodes, "expected labels of nodes, or a list of such sets"
-                )
-
-
-def _is_values(values: object) -> bool:
-    return is_text(values) or (
-        isinstance(values, list) and bool(values) and all(map(is_text, values))
-    )

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atoll.backends.kubernetes.client import Cluster
-from atoll.backends.kubernetes.mirror import Mirror
+from atoll.backends.kubernetes.client import Cluster, Mirror
 from atoll.backends.kubernetes.names import INDEX, LOG_OF, MANAGED, UID
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, NotFound, Permanent, Temporary
-from atoll.core.lines import split_lines
 from atoll.core.status import LogLine, OffsetLine, RankStatus, Training
+from atoll.core.text import split_lines
 from atoll.logs.files import amerged
 
 Json = dict[str, Any]
@@ -36,28 +35,19 @@ class LogSource(NamedTuple):
 
     cluster: Cluster
     training: Training
-    pods: Callable[[], Awaitable[list[Pod]]]
-    archived: Callable[[int], Awaitable[list[str]]]
+    namespace: str
+    mirror: Mirror[Pod]
+    archive: Archive
 
-    @classmethod
-    def of(
-        cls,
-        training: Training,
-        namespace: str,
-        cluster: Cluster,
-        mirror: Mirror[Pod],
-        archive: Archive,
-    ) -> LogSource:
-        async def pods() -> list[Pod]:
-            if mirror.is_live:
-                return list(mirror.of(training.uid).values())
-            listed = await cluster.list("pods", namespace, labels=f"{UID}={training.uid}")
-            return [Pod(manifest) for manifest in listed.items]
+    async def pods(self) -> list[Pod]:
+        if self.mirror.is_live:
+            return list(self.mirror.of(self.training.uid).values())
+        labels = f"{UID}={self.training.uid}"
+        listed = await self.cluster.list("pods", self.namespace, labels=labels)
+        return [Pod(manifest) for manifest in listed.items]
 
-        async def archived(rank: int) -> list[str]:
-            return await archive.lines(namespace, training.uid, rank)
-
-        return cls(cluster, training, pods, archived)
+    async def archived(self, rank: int) -> list[str]:
+        return await self.archive.lines(self.namespace, self.training.uid, rank)
 
 
 async def read_logs(
@@ -96,7 +86,7 @@ async def tail_offsets(
             for pod in reversed(pods):
                 count = max(tail - len(times), 1)
                 with contextlib.suppress(NotFound, Permanent, Temporary):
-                    lines = source.cluster.dated_log(
+                    lines = source.cluster.log_with_times(
                         pod.metadata["namespace"], pod.name, tail=count
                     )
                     times = [at async for at, _ in lines] + times
@@ -144,7 +134,7 @@ async def _all_lines(
         yield LogLine(rank=rank, text=text)
     for pod in pods:
         try:
-            async for at, text in source.cluster.dated_log(
+            async for at, text in source.cluster.log_with_times(
                 pod.metadata["namespace"], pod.name, tail=tail
             ):
                 is_empty = False
@@ -190,7 +180,7 @@ async def follow_logs(
         while True:
             is_complete = pod.name in ended  # a pod that has ended adds nothing while it is read
             try:
-                async for at, text in source.cluster.dated_log(
+                async for at, text in source.cluster.log_with_times(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
                 ):
                     after = at
@@ -233,6 +223,7 @@ async def follow_logs(
 async def _settle(readers: list[asyncio.Task[None]]) -> None:
     """The streams of ended pods have ended, or a few seconds have passed."""
     if readers:
+        # A kubelet ends the stream of an ended container at once; one that is away never does.
         await asyncio.wait(readers, timeout=5.0)
 
 
@@ -256,8 +247,9 @@ def _ended_ranks(training: Training, ranks: Sequence[int] | None) -> set[int]:
 PER_RANK = 64 * 2**10  # bytes of text; a ConfigMap holds 1 MiB
 PER_TRAINING = 4 * 2**20  # bytes; etcd's default quota is 2 GiB for the whole cluster
 CAPTURES = 50  # logs read at a time: each is a connection through the API server to a kubelet
-MAX_CAPTURED = 10_000
+MAX_CAPTURED = 10_000  # uids of pods, remembered so that none is read twice: 1 MB
 OPEN_S = 3.0  # a scale-down waits no longer for the logs of what it stops
+CLOSE_S = 1.0  # the stream of an ended pod ends at once, and storing it is one request
 TRIES, AGAIN_S = 3, 0.5  # a stream that breaks is read again; after these the log is given up
 
 
@@ -293,6 +285,7 @@ class Archive:
             if len(self._captured) > MAX_CAPTURED:
                 self._captured = set(self._tasks)
             self._captured.add(key)
+            # Of a gang with thousands of ranks, at least the last lines of each.
             limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
             opened = self._opened[key] = asyncio.Event()
             self._tasks[key] = asyncio.create_task(self._capture(pod, limit, opened))
@@ -322,7 +315,10 @@ class Archive:
         await self._cluster.delete_all("configmaps", namespace, labels=f"{UID}={uid},{LOG_OF}")
 
     async def close(self) -> None:
+        """Stores the logs of pods that have just ended, and gives up on those that still run."""
         tasks = list(self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,27 +1,42 @@
-"""What a caller may say about how ranks run on a cluster, checked before anything is created."""
+"""What a caller may say about how ranks run on a cluster.
+
+The option `pod` is a partial pod spec, merged into what atoll renders as `kubectl patch` does:
+objects field by field, lists of named things by name, other lists whole; null takes a field away.
+`ShortNames` are options that each stand for one field of it. Checked here is what atoll itself
+relies on; the API server checks the rest before anything is created.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from atoll.backends.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives, check_gpu_nodes
-from atoll.backends.kubernetes.names import SOURCE
-from atoll.backends.kubernetes.podpatch import ShortNames, check_patch, merge_pod
+from atoll.backends.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives
+from atoll.backends.kubernetes.names import (
+    AGENT,
+    ARCHIVE_VOLUME,
+    CODE_VOLUME,
+    CONTAINER,
+    GATE,
+    REPORT_VOLUME,
+    SOURCE,
+)
 from atoll.backends.launch import ETCD_BACKEND, needs_etcd
-from atoll.core.checks import check_bounds, check_name, check_strings
-from atoll.core.errors import ValidationError
-from atoll.core.extras import missing_package
+from atoll.core.checks import check_bounds, check_env, check_name
+from atoll.core.errors import ValidationError, missing_package
 from atoll.core.mesh import split_endpoint
-from atoll.core.quantities import check_quantity
+from atoll.core.model import SpecModel, convert, decode_error
+from atoll.core.ports import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.core.spec import MAX_SECONDS, IntegerSeconds, Seconds, TrainingSpec
-from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
-from atoll.mesh.reach import DEADLINE_S
+from atoll.core.text import check_quantity
+from atoll.mesh.watch import DEADLINE_S
 
 Json = dict[str, Any]
+PullPolicy = Literal["Always", "IfNotPresent", "Never"]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Patience = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
 NO_AGENT = "expected the executor option agent_image: an image with atoll"
@@ -69,6 +84,219 @@ def check_installed(name: str) -> None:
 REPORT_SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
 
 
+OWN_DIR = "/atoll"  # of a rank's container, for what atoll mounts there
+
+
+class ListRule(NamedTuple):
+    """How a list is merged: by this field of its entries, or joined where there is none."""
+
+    key: str | None
+    is_new_first: bool = False
+    is_deep: bool = False  # entries of one key are merged, and not replaced
+
+
+LISTS = {
+    "containers": ListRule("name", is_deep=True),
+    "initContainers": ListRule("name", is_deep=True),
+    "volumes": ListRule("name", is_new_first=True),
+    "volumeMounts": ListRule("mountPath", is_new_first=True),
+    "env": ListRule("name"),  # new ones may use `$(NAME)` of those before them
+    "imagePullSecrets": ListRule("name"),
+    "tolerations": ListRule(None),
+    "topologySpreadConstraints": ListRule(None),
+}
+OBJECTS = ("affinity", "nodeSelector", "resources")
+
+# What a patch may not say, with what would be right.
+FIXED = {
+    "restartPolicy": "expected none: ranks are restarted by max_restarts of the training",
+    "subdomain": "expected none: ranks find each other by it",
+    "hostname": "expected none: ranks find each other by it",
+    "terminationGracePeriodSeconds": "expected as stop_grace_s of the training",
+    "activeDeadlineSeconds": "expected as deadline_s of the training",
+    "metadata": "expected the fields of a pod's spec; labels and annotations are options",
+    "spec": "expected the fields of a pod's spec, without spec around them",
+    "template": "expected the fields of a pod's spec, without template around them",
+    **dict.fromkeys(
+        ("args", "command", "env", "envFrom", "image", "imagePullPolicy", "volumeMounts"),
+        f"expected in containers, in the one named {CONTAINER!r}",
+    ),
+}
+FIXED_OF_RANK = {
+    "command": "expected as command of the training",
+    "args": "expected as command of the training",
+    "image": "expected as image of the training; the option image is for those that name none",
+    "restartPolicy": FIXED["restartPolicy"],
+    "terminationMessagePath": "expected none: how a rank ended is read from there",
+    "terminationMessagePolicy": "expected none: how a rank ended is read by it",
+}
+# What holds something of atoll's own or of the training's, so null may not take it away.
+NEEDED = {"containers", "initContainers", "volumes", "env", "volumeMounts", "resources"}
+OWN_NAMES = {
+    "initContainers": {GATE, AGENT},
+    "volumes": {GATE, REPORT_VOLUME, CODE_VOLUME, ARCHIVE_VOLUME},
+}
+
+
+def merge_pod(base: Json, patch: Json) -> Json:
+    """Merges `patch` into `base`; neither is changed."""
+    merged = dict(base)
+    for field, value in patch.items():
+        before = merged.get(field)
+        if value is None:
+            merged.pop(field, None)
+        elif isinstance(value, dict):
+            merged[field] = merge_pod(before if isinstance(before, dict) else {}, value)
+        elif isinstance(value, list) and field in LISTS:
+            merged[field] = _merge_list(LISTS[field], before or [], value)
+        else:
+            merged[field] = value
+    return merged
+
+
+def _merge_list(rule: ListRule, base: list[Json], patch: list[Json]) -> list[Json]:
+    if rule.key is None:
+        return [*base, *patch]
+    merged = {entry.get(rule.key): entry for entry in base}
+    known = set(merged)
+    for entry in patch:
+        key = entry.get(rule.key)
+        before = merged.get(key, {}) if rule.is_deep else {}
+        merged[key] = merge_pod(before, entry)
+    existing = [entry for key, entry in merged.items() if key in known]
+    new = [entry for key, entry in merged.items() if key not in known]
+    return [*new, *existing] if rule.is_new_first else [*existing, *new]
+
+
+def check_patch(patch: Json, field: str = "pod") -> None:
+    """Raises ValidationError for what atoll relies on, and for what is clearly a mistake."""
+    _check_fields(field, patch, FIXED)
+    for at, container in enumerate(patch.get("containers", ())):
+        _check_rank(f"{field}.containers[{at}]", container)
+    for at, container in enumerate(patch.get("initContainers", ())):
+        _check_fields(f"{field}.initContainers[{at}]", container, {})
+
+
+def _check_fields(where: str, fields: Json, fixed: dict[str, str]) -> None:
+    """Checks what the merge relies on; the API server checks the rest."""
+    for name, value in fields.items():
+        field = f"{where}.{name}"
+        if name in fixed:
+            raise ValidationError(field, value, fixed[name])
+        if value is None and name not in NEEDED:
+            continue
+        if name in OBJECTS and not isinstance(value, dict):
+            raise ValidationError(field, value, "expected an object")
+        if name in LISTS:
+            _check_entries(field, name, value)
+
+
+def _check_entries(field: str, name: str, entries: object) -> None:
+    if not isinstance(entries, list):
+        raise ValidationError(field, entries, "expected a list of objects")
+    key = LISTS[name].key
+    for at, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ValidationError(f"{field}[{at}]", entry, "expected an object")
+        if key is None:
+            continue
+        if not isinstance(entry.get(key), str):
+            raise ValidationError(f"{field}[{at}].{key}", entry.get(key), "expected text")
+        if entry[key] in OWN_NAMES.get(name, ()):
+            raise ValidationError(
+                f"{field}[{at}].{key}", entry[key], "expected another name: atoll has one of it"
+            )
+
+
+def _check_rank(where: str, container: Json) -> None:
+    if container["name"] != CONTAINER:
+        raise ValidationError(
+            f"{where}.name",
+            container["name"],
+            f"expected {CONTAINER!r}, the container of the rank; what is to run beside it belongs "
+            "to initContainers, with restartPolicy Always, so that the pod ends with the rank",
+        )
+    _check_fields(where, container, FIXED_OF_RANK)
+    for at, variable in enumerate(container.get("env", ())):
+        check_env(f"{where}.env[{at}]", {variable["name"]: str(variable.get("value", ""))})
+    for at, mount in enumerate(container.get("volumeMounts", ())):
+        if f"{mount['mountPath']}/".startswith(f"{OWN_DIR}/"):
+            raise ValidationError(
+                f"{where}.volumeMounts[{at}].mountPath",
+                mount["mountPath"],
+                f"expected a path outside {OWN_DIR}, which is atoll's own",
+            )
+
+
+class ShortNames(SpecModel, frozen=True):
+    """Options that each stand for one field of `pod`, by the table SHORT_NAMES."""
+
+    service_account: str | None = None  # IRSA and Pod Identity go by this name
+    node_selector: dict[str, str] = {}
+    tolerations: list[Json] | None = None  # unset: the GPU toleration where there is a GPU
+    affinity: Json | None = None
+    runtime_class_name: str | None = None
+    image_pull_policy: PullPolicy | None = None
+    image_pull_secrets: list[str] = []
+    priority_class_name: str | None = None
+    scheduler_name: str | None = None
+    env_from_secrets: list[str] = []
+    volumes: list[Json] = []
+    volume_mounts: list[Json] = []
+    shm_size: str | None = None  # /dev/shm in memory, for data loaders and NCCL
+    is_host_network: bool = False
+    # The rank is then not process 1, which is deaf to signals it does not handle.
+    is_process_namespace_shared: bool = True
+    security_context: Json | None = None  # of the pods
+    container_security_context: Json | None = None  # of the rank, and of its start gate
+
+    def check_short_names(self) -> None:
+        if self.service_account is not None:
+            check_name("service_account", self.service_account)
+        check_patch(self.with_short_names({}))
+
+    def with_short_names(self, pod: Json) -> Json:
+        for name, render in SHORT_NAMES.items():
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                pod = merge_pod(pod, render(value))
+        return pod
+
+
+def _of_rank(**fields: Any) -> Json:
+    return {"containers": [{"name": CONTAINER, **fields}]}
+
+
+def _shm(size: str) -> Json:
+    volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    mount = {"name": "shm", "mountPath": "/dev/shm"}
+    return {"volumes": [volume], **_of_rank(volumeMounts=[mount])}
+
+
+# The patch that each short name stands for.
+SHORT_NAMES: dict[str, Callable[[Any], Json]] = {
+    "service_account": lambda name: {"serviceAccountName": name},
+    "node_selector": lambda labels: {"nodeSelector": labels},
+    "tolerations": lambda entries: {"tolerations": entries},
+    "affinity": lambda rules: {"affinity": rules},
+    "runtime_class_name": lambda name: {"runtimeClassName": name},
+    "image_pull_policy": lambda policy: _of_rank(imagePullPolicy=policy),
+    "image_pull_secrets": lambda names: {"imagePullSecrets": [{"name": name} for name in names]},
+    "priority_class_name": lambda name: {"priorityClassName": name},
+    "scheduler_name": lambda name: {"schedulerName": name},
+    "env_from_secrets": lambda names: _of_rank(
+        envFrom=[{"secretRef": {"name": name}} for name in names]
+    ),
+    "shm_size": _shm,
+    "volumes": lambda entries: {"volumes": entries},
+    "volume_mounts": lambda entries: _of_rank(volumeMounts=entries),
+    "is_host_network": lambda is_on: {"hostNetwork": is_on},
+    "is_process_namespace_shared": lambda is_on: {"shareProcessNamespace": is_on},
+    "security_context": lambda context: {"securityContext": context},
+    "container_security_context": lambda context: _of_rank(securityContext=context),
+}
+
+
 class KubernetesOptions(ShortNames, frozen=True, dict=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
@@ -101,14 +329,12 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     mesh_deadline_s: Seconds = DEADLINE_S  # ranks are let in with what there is after this
     master_port: Port = 29_500
     deadline_margin_s: IntegerSeconds = 0  # by which the Job's deadline is after the training's
-    kubelet_port: Port | None = (
-        10_250  # where nodes are probed; None: only the cluster's own report counts
-    )
+    kubelet_port: Port | None = 10_250  # to probe nodes; None: only the cluster's report counts
     lost_node_s: IntegerSeconds = 30  # a node that does not answer loses its ranks after this
-    gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
-    gang_backoff_s: Patience = 60.0  # and asks again after this
+    gang_timeout_s: Patience | None = 600.0  # an incomplete gang gives its nodes back after this
+    gang_backoff_s: Patience = 60.0  # and tries again after this
     image_timeout_s: Patience = 300.0  # an image that cannot be pulled ends the training after this
-    # A controller takes exits and keeps the deadline; unset: a script does, which may be killed.
+    # A controller stores exits and enforces the deadline; False: a script does, and may be killed.
     is_controlled: bool = False
     # Pods stay until their exit is stored, whatever becomes of the controller: a node is not
     # drained without it.
@@ -124,13 +350,11 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
             if getattr(self, field) is not None:
                 check_name(field, getattr(self, field))
         check_bounds(self)
+        self._check_types()
         for field in ("cpu_request", "memory_request"):
             check_quantity(field, getattr(self, field))
-        if self.command is not None:
-            check_strings("command", self.command)
-            if not self.command or not self.command[0]:
-                raise ValidationError("command", self.command, "expected a program to run")
-        check_gpu_nodes(self.gpu_nodes)
+        if self.command is not None and not (self.command and self.command[0]):
+            raise ValidationError("command", self.command, "expected a program to run")
         if self.etcd_endpoint is not None and split_endpoint(self.etcd_endpoint) is None:
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         check_patch(self.pod)
@@ -142,23 +366,16 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
         if self.reports_uri is not None and not self.reports_uri.startswith(REPORT_SCHEMES):
             expected = "expected the address of a control plane or the URI of an object store"
             raise ValidationError("reports_uri", self.reports_uri, expected)
-        self._check_mounts()
 
-    def _check_mounts(self) -> None:
-        volumes = {volume.get("name") for volume in self.own_pod.get("volumes", ())}
-        mounts = {"volume_mounts": self.volume_mounts}
-        for at, container in enumerate(self.pod.get("containers", ())):
-            mounts[f"pod.containers[{at}].volumeMounts"] = container.get("volumeMounts", [])
-        for field, entries in mounts.items():
-            for at, mount in enumerate(entries):
-                if mount.get("name") not in volumes:
-                    raise ValidationError(
-                        f"{field}[{at}]", mount.get("name"), "expected the name of one of volumes"
-                    )
-                if self.shm_size is not None and mount.get("mountPath") == "/dev/shm":
-                    raise ValidationError(
-                        "shm_size", self.shm_size, f"expected none: {field} has /dev/shm already"
-                    )
+    def _check_types(self) -> None:
+        """Decoding checks them by itself, the constructor does not."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                convert(value, field.type)
+            except msgspec.ValidationError as error:
+                expected = decode_error(error, field.type, value).expected
+                raise ValidationError(field.name, value, expected) from error
 
     @functools.cached_property
     def own_pod(self) -> Json:
@@ -244,7 +461,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
         return self.is_start_gated and (spec.world_size.target > 1 or self.has_own_etcd(spec))
 
     def has_gate(self, spec: TrainingSpec) -> bool:
-        """Whether its ranks can wait at the mesh gate: somebody finds out, and writes the keys."""
+        """Whether its ranks can wait at the mesh gate: agents check the mesh, and open the gate."""
         is_etcd = spec.rendezvous.backend == ETCD_BACKEND
         return self.agent_image is not None and (spec.mesh or is_etcd)
 
@@ -256,7 +473,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
 class ClusterOptions(KubernetesOptions, frozen=True, dict=True):
     """What `[executors.NAME]` with `kind = "kubernetes"` may say.
 
-    A control plane takes exits and keeps the deadline, so the Job stays until it has taken them.
+    A control plane stores exits and enforces the deadline, so the Job stays until it has done so.
     """
 
     context: str | None = None  # unset: the current one

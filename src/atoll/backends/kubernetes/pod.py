@@ -25,10 +25,10 @@ from atoll.backends.kubernetes.names import (
     REPLICA,
     REPORT_DIR,
 )
-from atoll.backends.kubernetes.results import printed
-from atoll.core.lines import split_lines
-from atoll.core.reasons import ExitReason
+from atoll.backends.kubernetes.results import without_results
+from atoll.core.phase import ExitReason
 from atoll.core.status import Exit, ObservedRank
+from atoll.core.text import split_lines
 
 Json = dict[str, Any]
 
@@ -190,6 +190,10 @@ class Pod:
         self.annotations: Json = self.metadata.get("annotations") or {}
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
+        # A rank has one pod after another. The second a pod was created in grows over restarts,
+        # resizes and new Jobs, and needs no memory.
+        self.attempt = int(self.created_at)
+        self.age = (self.created_at, self.restarts)
         self.node: str | None = self.spec.get("nodeName") or None
         # What the pod does for its training: it is a rank, an etcd or a bench. Also the name of
         # its container, except in launches from scripts.
@@ -202,9 +206,9 @@ class Pod:
         self.container: Json = next((c for c in statuses if c["name"] in names), {})
         self.state: Json = self.container.get("state") or {}
         self._before: list[Json] = self.status.get("initContainerStatuses") or []
-        self._gate: Json = next(
-            (c.get("state") or {} for c in self._before if c["name"] == GATE), {}
-        )
+        gate: Json = next((c.get("state") or {} for c in self._before if c["name"] == GATE), {})
+        self._gate_end: Json = gate.get("terminated") or {}
+        self._gate_code: int | None = self._gate_end.get("exitCode")
         self.is_leaving = "deletionTimestamp" in self.metadata
         self.is_running = "running" in self.state
         self.is_over = "terminated" in self.state or self.status.get("phase") in (
@@ -216,28 +220,28 @@ class Pod:
         self.started_at = when(state.get("startedAt")) or when(state.get("finishedAt"))
         self.has_run = self.started_at is not None
         # Its start gate runs, according to the kubelet's last report.
-        self.is_gate_up = "running" in self._gate and not self.is_over
+        self.is_gate_up = "running" in gate and not self.is_over
+        # It has its node and its image, and waits at the gate for the other ranks.
+        self.is_at_gate = self.is_gate_up and not self.is_leaving
+        self.has_passed = self._gate_code == 0
+        # It was stopped at the start gate: it never ran, and used up no restart.
+        self.is_turned_away = self._gate_code == TURNED_AWAY and not self.has_run
         # A finalizer keeps the pod until its exit is stored.
         self.has_finalizer = FINALIZER in (self.metadata.get("finalizers") or ())
         # It runs and nothing is due: almost every pod of a large gang, most of the time.
         is_steady = self.is_running and self.has_run and not self.is_over and not self.is_leaving
         self.is_steady = is_steady and not self.has_finalizer
+        # Why the container whose turn it is waits, and its image. A restarting sidecar does not
+        # concern a rank that runs.
+        self._waiting, self._waiting_image = ({}, "") if self.is_running else self._read_waiting()
+        self.waiting_reason = str(self._waiting.get("reason", ""))
+        scheduled = {} if self.node else self.condition("PodScheduled")
+        if scheduled.get("status") == "False" and not self.is_running:
+            self.waiting_reason = str(scheduled.get("reason", "Unschedulable"))
         self.observed: ObservedRank | None = None  # a steady pod's rank, once it was read
 
-    @functools.cached_property
-    def _conditions(self) -> dict[str, Json]:
-        return {c["type"]: c for c in self.status.get("conditions") or ()}
-
     @property
-    def attempt(self) -> int:
-        """The second the pod was created in: a rank has one pod after another.
-
-        It grows over restarts, resizes and new Jobs, and needs no memory.
-        """
-        return int(self.created_at)
-
-    @property
-    def left_at(self) -> float | None:
+    def deleted_at(self) -> float | None:
         """When its deletion was requested."""
         at = when(self.metadata.get("deletionTimestamp"))
         return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
@@ -253,30 +257,6 @@ class Pod:
         """The pod has its node, but no container runs yet; only events show what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
         return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_CREATED
-
-    @property
-    def is_at_gate(self) -> bool:
-        """The pod has its node and its image, and waits at the gate for the other ranks."""
-        return self.is_gate_up and not self.is_leaving
-
-    @property
-    def has_passed(self) -> bool:
-        """The start gate has let it through."""
-        return self._gate_code == 0
-
-    @property
-    def is_turned_away(self) -> bool:
-        """The pod was stopped at the start gate: it never ran, and used up no restart."""
-        return self._gate_code == TURNED_AWAY and not self.has_run
-
-    @property
-    def _gate_end(self) -> Json:
-        return self._gate.get("terminated") or {}
-
-    @property
-    def _gate_code(self) -> int | None:
-        code: int | None = self._gate_end.get("exitCode")
-        return code
 
     @property
     def is_silent(self) -> bool:
@@ -301,27 +281,21 @@ class Pod:
         return is_up and is_silent and (is_abandoned or self.is_late(now))
 
     def condition(self, kind: str) -> Json:
-        return self._conditions.get(kind, {})
+        conditions: list[Json] = self.status.get("conditions") or []
+        return next((c for c in conditions if c["type"] == kind), {})
 
-    @property
-    def waiting_reason(self) -> str:
-        if self.is_running:
-            return ""
-        if self.condition("PodScheduled").get("status") == "False":
-            return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
-        return str(self._waiting[0].get("reason", ""))
+    def is_hopeless(self, patience_s: float, now: float) -> bool:
+        """Whether waiting does not help any more: its container cannot be created."""
+        is_late = now - self.created_at > patience_s
+        return self.waiting_reason in HOPELESS or (is_late and self.waiting_reason in BROKEN)
 
     def misses(self, name: str) -> bool:
         """Whether it cannot start because the ConfigMap of that name is missing."""
         is_stuck = self.waiting_reason == "CreateContainerConfigError" and not self.is_leaving
         return is_stuck and f'"{name}"' in self.waits_for
 
-    @property
-    def _waiting(self) -> tuple[Json, str]:
-        """Why the container whose turn it is waits, and its image."""
+    def _read_waiting(self) -> tuple[Json, str]:
         waiting: Json = {}
-        if self.is_running:  # a restarting sidecar does not concern the rank
-            return waiting, ""
         for status in (*self._before, self.container):
             waiting = (status.get("state") or {}).get("waiting") or waiting
             if waiting.get("reason", "PodInitializing") != "PodInitializing":
@@ -345,8 +319,8 @@ class Pod:
             gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
             return f"held back by the scheduling gate {gates}"
         template = WAITING.get(reason, "{reason} {message}")
-        waiting, image = self._waiting
-        message = " ".join(str(waiting.get("message", "")).split())
+        message = " ".join(str(self._waiting.get("message", "")).split())
+        image = self._waiting_image
         return template.format(image=image, message=message, reason=reason).strip()
 
     def exit(self, *, is_stopped: bool, now: float) -> Exit:
@@ -367,13 +341,13 @@ class Pod:
         last = ended if self.has_run else ended or self._gate_end
         exit = Exit(
             code=code,
-            at=when(last.get("finishedAt")) or self.left_at or now,
+            at=when(last.get("finishedAt")) or self.deleted_at or now,
             reason=reason,
             signal=_signal(code),
             message=message,
             log_tail=[]
             if message and message in text
-            else printed(split_lines(text))[-TAIL_LINES:],
+            else without_results(split_lines(text))[-TAIL_LINES:],
         )
         if record is not None:
             exit = recorded_exit(exit, record)
@@ -455,7 +429,7 @@ def recorded_exit(exit: Exit, record: Json) -> Exit:
     code: int | None = record.get("code")
     at = record.get("at")
     message = str(record.get("message", ""))
-    changes: Json = {"log_tail": printed(map(str, record.get("tail", ())))[-TAIL_LINES:]}
+    changes: Json = {"log_tail": without_results(map(str, record.get("tail", ())))[-TAIL_LINES:]}
     if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet reports whole seconds
         changes["at"] = at
     if isinstance(record.get("failedAt"), int | float):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.deleted_pods import DeletedState, is_stored
@@ -24,27 +24,13 @@ from atoll.backends.kubernetes.followups import (
     PatchJob,
     RestoreObjects,
 )
-from atoll.backends.kubernetes.gate import (
-    StartGate,
-    is_gated,
-    is_grace_unknown,
-    read_gate,
-    render_opened,
-)
-from atoll.backends.kubernetes.names import DESIRED, REGION, SHRINKS
+from atoll.backends.kubernetes.job import Job
+from atoll.backends.kubernetes.names import REGION, START
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.patch import (
-    is_released,
-    render_deadline,
-    render_return,
-    render_size_restored,
-    render_yield,
-    yielded_at,
-)
-from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, LATE_S, Pod, when
+from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, LATE_S, Pod, when
 from atoll.backends.kubernetes.render import gang_name, rendezvous_endpoint
-from atoll.core.model import decode
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
+from atoll.core.spec import may_start
 from atoll.core.status import (
     DesiredState,
     Exit,
@@ -60,10 +46,30 @@ Json = dict[str, Any]
 
 NOBODY = DeletedState()
 DELETED = ExitReason.DELETED.meaning
+# Ends for which the deletion of a pod may be the cause.
+UNEXPLAINED = (ExitReason.ERROR, ExitReason.SIGNAL, ExitReason.UNKNOWN)
 RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
 
 WAITING_EVERY_S = 30.0  # changes come with the watch; this only checks timeouts of minutes
 LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0  # `is_lost` depends on the time alone, see `LATE_S`
+
+
+class StartGate(NamedTuple):
+    """The start gate in one observation: it holds pods back until enough ranks can start together.
+
+    The Job records the decision to open it. Pods created later learn of it from the gang's
+    ConfigMap, pods that already wait from an annotation. The defaults describe a gang without one.
+    """
+
+    opened_at: float | None = None
+    is_due: bool = False  # the gate must be opened now
+    to_start: list[Pod] = []  # waiting pods that must be let through now
+    due_in_s: float | None = None  # until the start grace ends, and fewer than all ranks suffice
+    message: str = ""
+    together: int | None = None  # how many ranks start together, once that is decided
+
+
+NO_GATE = StartGate()
 
 
 class GangView(NamedTuple):
@@ -79,34 +85,9 @@ class GangView(NamedTuple):
     newest: list[Pod]  # the last pod of each rank
 
 
-def desired_of(job: Json | None) -> DesiredState | None:
-    """The desired state of the Job; None if there is no Job or it is being deleted."""
-    if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
-        return None
-    text = (job["metadata"].get("annotations") or {}).get(DESIRED)
-    return decode(text, DesiredState) if text else None
-
-
-def is_unchanged(job: Json, pods: Iterable[Pod]) -> bool:
-    """Whether a Job read earlier is still the same, as its pods show: each rank has exactly one."""
-    desired = desired_of(job)
-    if desired is None or job["spec"].get("suspend") or is_grace_unknown(job):
-        return False
-    there = [p.rank for p in pods if not p.is_leaving and p.rank >= 0]
-    return set(there) == set(range(desired.size))
-
-
-def finished(job: Json) -> str:
-    """The reason the Job states for being over; empty if it is not."""
-    for condition in job.get("status", {}).get("conditions") or ():
-        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
-            return condition.get("reason") or str(condition["type"])
-    return ""
-
-
 def observe_gang(
     training: Training,
-    job: Json | None,
+    job: Job | None,
     pods: Iterable[Pod],
     options: KubernetesOptions,
     now: float,
@@ -121,33 +102,35 @@ def observe_gang(
     """
     by_rank: defaultdict[int, list[Pod]] = defaultdict(list)
     deleted_pods = [p for p in deleted.pods if not _is_unreportable(p, now)]
-    for pod in () if is_released(job) else (*pods, *deleted_pods):
+    for pod in () if job is not None and job.is_released else (*pods, *deleted_pods):
         if pod.rank >= 0:
             by_rank[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
-    desired = desired_of(job)
-    shrinks = _shrinks(job)
+    desired = None if job is None else job.desired
     newest = [
-        own[0] if len(own) == 1 else max(own, key=_age)
+        own[0] if len(own) == 1 else max(own, key=attrgetter("age"))
         for rank, own in by_rank.items()
         if desired is None or rank < desired.size
     ]
-    gate = read_gate(training, job, desired, newest, now)
+    gate = NO_GATE
+    if job is not None and job.is_gated and desired is not None:
+        gate = read_gate(training, job, desired, newest, now)
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     unsettled: list[Pod] = []
-    unknown = _alive(known, deleted.unknown)
-    searching = _alive(known, deleted.searching)
+    alive = {r.pod_name: r for r in known.values() if r.is_alive} if any(deleted) else {}
+    unknown = {r.rank: r for name in deleted.unknown if (r := alive.get(name))}
+    searching = {r.rank: r for name in deleted.searching if (r := alive.get(name))}
     deleted_names = {p.name for p in deleted_pods}
     for rank, own in sorted({**dict.fromkeys((*unknown, *searching), []), **by_rank}.items()):
         if len(own) == 1 and own[0].is_steady and rank not in unknown and rank not in searching:
             is_beyond = desired is not None and rank >= desired.size
             ranks.append(_running_rank(own[0], is_beyond, silent))
             continue
-        own.sort(key=_age)
+        own.sort(key=attrgetter("age"))
         there = [p for p in own if p.name not in deleted_names]
         unsettled += [p for p in there if _is_unsettled(p, gate, desired, now)]
         if rank in unknown:
-            ranks.append(_unknown_end(unknown[rank], job, shrinks, now, is_last=not there))
+            ranks.append(_unknown_end(unknown[rank], job, now, is_last=not there))
             has_more = has_more or bool(there)
             continue
         if rank in searching:
@@ -163,7 +146,7 @@ def observe_gang(
         if not _is_unreportable(pod, now):
             is_leaving = pod.is_leaving or (desired is not None and rank >= desired.size)
             is_over = pod.is_over or pod.is_lost(now)
-            exit = _exit(pod, job, shrinks, now) if is_over else None
+            exit = _exit(pod, job, now) if is_over else None
             ranks.append(_rank(pod, exit, is_leaving, gate, silent))
         elif pod in unsettled:
             ranks.append(
@@ -171,19 +154,22 @@ def observe_gang(
             )
     covered = {*unknown, *searching, *deleted.searching_ranks}
     covered |= {r for r, own in by_rank.items() if any(not is_stored(p, known.get(r)) for p in own)}
-    lost_unseen = {r.rank: r for r in vanished_ranks(training, job, covered, known, now)}
+    lost_unseen: dict[int, ObservedRank] = {}
+    if job is not None and job.has_ended_ranks:
+        lost_unseen = {r.rank: r for r in vanished_ranks(training, job, covered, known, now)}
     ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
     for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
         if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
             ranks.append(ObservedRank(rank=rank, state="waiting"))
     started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
     if started_at is None and lost_unseen and job is not None:
-        started_at = when(job.get("status", {}).get("startTime")) or now
+        started_at = job.started_at or now
+    is_over = job is not None and bool(job.end_reason)
     observation = Observation(
         ranks=ranks,
         desired=desired,
-        is_supervised=desired is not None and not (job and finished(job)),
-        is_closed=desired is not None and bool(job and finished(job)),
+        is_supervised=desired is not None and not is_over,
+        is_closed=desired is not None and is_over,
         message=_message(job, pod_error, options),
         rendezvous_endpoint=rendezvous_endpoint(training, options),
         has_gate=True,
@@ -192,62 +178,94 @@ def observe_gang(
         unsettled=len(unsettled),
         again_in_s=LATE_S if unsettled else None,
     )
-    fault = _fault(training, newest, options, now) or _unstarted(training, job, observation)
-    view = GangView(
-        observation=replace(observation, fault=fault),
-        may_go=may_go,
-        leaving=leaving,
-        lost=lost,
-        has_more=has_more,
-        half=_half(training, newest, options, now, _idle_since(job, gate, newest, pod_error)),
-        gate=gate,
-        newest=newest,
+    half = _half(training, job, gate, newest, options, now, pod_error)
+    pause_s = _pause_s(job, options, now)
+    if pause_s:
+        message = f"too few nodes for min ranks at once; gave way, next try in {pause_s:.0f} s"
+        observation = replace(observation, capacity=0, message=message, again_in_s=pause_s)
+    observation = replace(
+        observation, fault=_fault(training, job, observation, newest, options, now)
     )
-    view = view._replace(observation=_giving_way(view.observation, job, options, now))
-    followups = (*_followups_of_pods(view), *_followups_of_job(training, job, view, options, now))
-    again_in_s = sooner(view.observation.again_in_s, _again_in_s(view, options))
+    view = GangView(observation, may_go, leaving, lost, has_more, half, gate, newest)
+    followups = tuple(_followups(training, job, view, options, now))
+    again_in_s = sooner(observation.again_in_s, _again_in_s(view, options))
     return view._replace(
-        observation=replace(view.observation, followups=followups, again_in_s=again_in_s)
+        observation=replace(observation, followups=followups, again_in_s=again_in_s)
     )
 
 
-def _followups_of_pods(view: GangView) -> Iterator[Followup]:
+def read_gate(
+    training: Training, job: Job, desired: DesiredState, newest: Iterable[Pod], now: float
+) -> StartGate:
+    """`newest` is the last pod of each rank."""
+    world = training.spec.world_size
+    candidates = [p for p in newest if p.rank < world.target and not p.is_leaving and not p.is_over]
+    unreleased = [p for p in candidates if p.is_at_gate and START not in p.annotations]
+    if job.gate_opened_at is not None:
+        return StartGate(
+            job.gate_opened_at,
+            to_start=unreleased,
+            message="start gate: open, starting",
+            together=job.together,
+        )
+    able = sum(p.is_at_gate or p.has_passed for p in candidates)
+    # Time in a queue does not count: the Job's start time is when it left the queue.
+    left = None if job.started_at is None else job.started_at + training.spec.start_grace_s - now
+    is_grace_over = left is not None and left <= 0
+    is_ending = training.is_cancelling or bool(training.status.failing)
+    is_due = (
+        desired.size > 0
+        and not is_ending
+        and job.yielded_at is None
+        and not job.is_blocked
+        and may_start(able, world, is_grace_over=is_grace_over)
+    )
+    return StartGate(
+        is_due=is_due,
+        to_start=unreleased if is_due else [],
+        due_in_s=None if is_grace_over else left,
+        message=f"start gate: {able} of {world.target} ranks are ready to start",
+        together=able if is_due else None,
+    )
+
+
+def _followups(
+    training: Training, job: Job | None, view: GangView, options: KubernetesOptions, now: float
+) -> Iterator[Followup]:
     if view.leaving:
         yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.observation.ranks))
     if view.lost:
         yield FailLostPods(pods=tuple(view.lost))
     if view.may_go:
         yield DropFinalizer(pods=tuple(view.may_go))
-
-
-def _followups_of_job(
-    training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
-) -> Iterator[Followup]:
-    """The followups for a Job that exists and must go on."""
     desired = view.observation.desired
     if job is None or desired is None:
         return
-    if view.half and yielded_at(job) is None:
+    if view.half and job.yielded_at is None:
         yield MarkStopped(pods=tuple(view.half))
-        yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
+        yield PatchJob(why="half a gang gives way", patch=job.give_way(now))
     if view.gate.is_due and view.gate.together is not None:
         # The decision comes first: if the rest fails, the next observation asks for it again.
-        patch = render_opened(now, view.gate.together)
+        patch = job.open_gate(now, view.gate.together)
         yield PatchJob(why="the start gate opens", patch=patch)
     if view.gate.to_start:
         yield OpenGate(pods=tuple(view.gate.to_start), together=view.gate.together)
-    if finished(job):
+    if job.end_reason:
         return
-    if patch := _deadline(training, job, view.observation.gate_opened_at, options):
-        yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
+    opened_at, deadline_s = view.observation.gate_opened_at, training.spec.deadline_s
+    if deadline_s is not None and opened_at is not None and job.started_at is not None:
+        waited_s = max(opened_at - job.started_at, 0.0)
+        deadline = math.ceil(waited_s + deadline_s) + options.deadline_margin_s
+        if patch := job.set_deadline(deadline):
+            yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
     name = gang_name(training)
     # The source, if there is one, is loaded only while the controller applies a desired state.
-    if training.spec.source is None and any(pod.misses(name) for pod in view.newest):
+    if training.spec.source is None and any(p.misses(name) for p in view.newest):
         yield RestoreObjects(desired=desired, job=job)
-    if not view.half and (patch := render_size_restored(job, desired)):
+    if not view.half and (patch := job.restore_size(desired)):
         yield PatchJob(why="somebody has changed its size", patch=patch)
-    if _waits_for_room(job, options, now) == 0.0 and desired.size > 0:
-        yield PatchJob(why="a gang that gave way tries again", patch=render_return(job))
+    if _pause_s(job, options, now) == 0.0 and desired.size > 0:
+        yield PatchJob(why="a gang that gave way tries again", patch=job.try_again())
 
 
 def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
@@ -263,42 +281,11 @@ def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
     return sooner(*times)
 
 
-def _waits_for_room(job: Json | None, options: KubernetesOptions, now: float) -> float | None:
+def _pause_s(job: Job | None, options: KubernetesOptions, now: float) -> float | None:
     """Seconds until a gang that gave way may try again; None if it did not give way."""
-    since = None if job is None else yielded_at(job)
-    return None if since is None else max(since + options.gang_backoff_s - now, 0.0)
-
-
-def _giving_way(
-    observation: Observation, job: Json | None, options: KubernetesOptions, now: float
-) -> Observation:
-    left_s = _waits_for_room(job, options, now)
-    if not left_s:
-        return observation
-    message = f"too few nodes for min ranks at once; gave way, next try in {left_s:.0f} s"
-    return replace(observation, capacity=0, message=message, again_in_s=left_s)
-
-
-def _deadline(
-    training: Training, job: Json, opened_at: float | None, options: KubernetesOptions
-) -> Json:
-    """A patch of a Job whose own deadline would come before the training's; else {}."""
-    deadline_s = training.spec.deadline_s
-    since = when(job.get("status", {}).get("startTime"))
-    if deadline_s is None or opened_at is None or since is None:
-        return {}
-    waited_s = max(opened_at - since, 0.0)
-    return render_deadline(job, math.ceil(waited_s + deadline_s) + options.deadline_margin_s)
-
-
-def _unstarted(training: Training, job: Json | None, observation: Observation) -> str:
-    """The fault of a Job whose deadline passed before a rank was let go; empty if there is none."""
-    was_let_go = (
-        observation.gate_opened_at is not None or training.status.gate_opened_at is not None
-    )
-    if job is None or was_let_go or finished(job) != "DeadlineExceeded":
-        return ""
-    return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
+    if job is None or job.yielded_at is None:
+        return None
+    return max(job.yielded_at + options.gang_backoff_s - now, 0.0)
 
 
 def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
@@ -310,24 +297,13 @@ def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tup
     return (news or pods)[-1], []
 
 
-def _age(pod: Pod) -> tuple[float, int]:
-    return pod.created_at, pod.restarts
-
-
-def _alive(known: Mapping[int, RankStatus], pods: Collection[str]) -> dict[int, RankStatus]:
-    """The ranks that were alive at the last observation, in one of these pods."""
-    if not pods:
-        return {}
-    return {n: rank for n, rank in known.items() if rank.is_alive and rank.pod_name in pods}
-
-
 def _running_rank(pod: Pod, is_beyond: bool, silent: Collection[str]) -> ObservedRank:
     """The rank of a steady pod: the same in every observation while nothing changes."""
     if pod.observed is None:
-        pod.observed = _rank(pod, None, False, StartGate(), ())
+        pod.observed = _rank(pod, None, False, NO_GATE, ())
     if not is_beyond and pod.address not in silent:
         return pod.observed
-    return _rank(pod, None, is_beyond, StartGate(), silent)
+    return _rank(pod, None, is_beyond, NO_GATE, silent)
 
 
 def _rank(
@@ -364,50 +340,34 @@ def _rank(
     )
 
 
-def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> Exit:
-    is_stopped = _is_stopped(pod, job, shrinks, now)
+def _exit(pod: Pod, job: Job | None, now: float) -> Exit:
+    shrinks = [] if job is None else job.shrinks
+    is_stopped = _is_stopped(pod, job, now)
     exit = pod.exit(is_stopped=is_stopped, now=now)
-    is_explained = is_stopped or exit.reason not in (
-        ExitReason.ERROR,
-        ExitReason.SIGNAL,
-        ExitReason.UNKNOWN,
-    )
+    is_explained = is_stopped or exit.reason not in UNEXPLAINED
     is_ours = any(pod.rank >= n and pod.created_at <= at + CLOCK_SKEW_S for n, at in shrinks)
     # A Job whose deadline has passed deletes its pods.
-    if is_explained or is_ours or not pod.is_leaving or (job is not None and finished(job)):
+    is_over = job is not None and bool(job.end_reason)
+    if is_explained or is_ours or not pod.is_leaving or is_over:
         return exit
     # The kubelet's last report moves the time of the deletion to just after the end.
-    if (pod.left_at or now) > exit.at + CLOCK_SKEW_S:
+    if (pod.deleted_at or now) > exit.at + CLOCK_SKEW_S:
         return exit
     message = f"{DELETED}; {exit.message}" if exit.message else DELETED
     return replace(exit, reason=ExitReason.DELETED, message=message)
 
 
-def _unknown_end(
-    rank: RankStatus,
-    job: Json | None,
-    shrinks: list[tuple[int, float]],
-    now: float,
-    *,
-    is_last: bool,
-) -> ObservedRank:
+def _unknown_end(rank: RankStatus, job: Job | None, now: float, *, is_last: bool) -> ObservedRank:
     """A rank whose pod was deleted without a trace. Only the Job may know that it exited with 0."""
     exit = Exit(code=None, at=now, reason=ExitReason.DELETED, message=f"{DELETED} unseen")
     since = rank.started_at or 0.0
-    if is_last and rank.rank in indexes((job or {}).get("status", {}).get("completedIndexes", "")):
+    if is_last and job is not None and rank.rank in job.indexes("completedIndexes"):
         exit = Exit(code=0, at=now, reason=ExitReason.COMPLETED)
-    elif any(rank.rank >= size and at >= since - CLOCK_SKEW_S for size, at in shrinks):
+    elif job is not None and any(
+        rank.rank >= size and at >= since - CLOCK_SKEW_S for size, at in job.shrinks
+    ):
         exit = replace(exit, reason=ExitReason.STOPPED, is_stopped=True, message="")
-    return ObservedRank(
-        rank=rank.rank,
-        state="exited",
-        attempt=rank.attempt,
-        restarts=rank.restarts,
-        started_at=rank.started_at,
-        exit=exit,
-        pod_name=rank.pod_name,
-        host=rank.node,
-    )
+    return replace(_searched_rank(rank), state="exited", exit=exit, message="")
 
 
 def _searched_rank(rank: RankStatus) -> ObservedRank:
@@ -450,20 +410,15 @@ def _may_go(pod: Pod, now: float) -> bool:
     return pod.has_finalizer and pod.is_leaving and is_over
 
 
-def _shrinks(job: Json | None) -> list[tuple[int, float]]:
-    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
-    return [(size, at) for size, at in msgspec.json.decode(text)]
-
-
-def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
+def _is_stopped(pod: Pod, job: Job | None, now: float) -> bool:
     """Whether the pod was stopped on purpose, and did not end on its own before that.
 
     Its deletion time does not say when: the kubelet's last report moves it.
     """
-    if not pod.is_leaving or not pod.is_over:
+    if not pod.is_leaving or not pod.is_over or job is None:
         return False
     ended = pod.exit(is_stopped=False, now=now)
-    if job is not None and _is_suspended(pod, job, ended.at):
+    if job.has_suspended(pod, ended.at, CLOCK_SKEW_S):
         return True
     # Clocks differ a little. A rank that a signal ended during deletion is not the culprit.
     # The rank's own record is exact: its failure just before a stop is its own.
@@ -472,132 +427,89 @@ def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], no
         slack_s = CLOCK_SKEW_S
     return any(
         pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
-        for size, at in shrinks
+        for size, at in job.shrinks
     )
 
 
-def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
-    """Whether the pod ended because Kueue (which reclaims quota) or a user suspended its Job."""
-    conditions = job.get("status", {}).get("conditions") or ()
-    suspension: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
-    since = when(suspension.get("lastTransitionTime")) or 0.0
-    if job["spec"].get("suspend"):
-        return suspension.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
-    return (
-        pod.created_at < since
-    )  # `since` is when the Job was resumed: the pod is from before the pause
-
-
-def _message(job: Json | None, pod_error: str, options: KubernetesOptions) -> str:
-    if pod_error and job is None:
-        return pod_error
+def _message(job: Job | None, pod_error: str, options: KubernetesOptions) -> str:
     if pod_error:
-        return f"Kubernetes cannot create the pod: {pod_error}"
-    if job is not None and job["spec"].get("suspend"):
-        if options.kueue_queue is not None:
-            return f"waits in the Kueue queue {options.kueue_queue} until the whole gang fits"
-        return "the Job is suspended"
-    return ""
-
-
-def _fault(training: Training, newest: list[Pod], options: KubernetesOptions, now: float) -> str:
-    """A fault that waiting cannot mend and that leaves fewer than `min` ranks; else empty."""
-    broken = [
-        p
-        for p in newest
-        if not p.is_over
-        and (
-            p.waiting_reason in HOPELESS
-            or (p.waiting_reason in BROKEN and now - p.created_at > options.image_timeout_s)
-        )
-    ]
-    world = training.spec.world_size
-    if not broken or world.target - len(broken) >= world.min:
+        return pod_error if job is None else f"Kubernetes cannot create the pod: {pod_error}"
+    if job is None or not job.is_suspended:
         return ""
-    return f"rank {broken[0].rank}: {broken[0].waits_for}"
+    if options.kueue_queue is not None:
+        return f"waits in the Kueue queue {options.kueue_queue} until the whole gang fits"
+    return "the Job is suspended"
 
 
-def _idle_since(
-    job: Json | None, gate: StartGate, newest: list[Pod], pod_error: str
-) -> float | None:
-    """Since when the gang has waited for room while it may hold some; None if it does not."""
-    if gate.opened_at is not None:
-        return None
-    waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
-    if not waiting and pod_error and job is not None and is_gated(job):
-        waiting = [
-            p for p in newest if p.is_at_gate
-        ]  # a quota keeps the other pods from being created
-    return min((p.created_at for p in waiting), default=None)
+def _fault(
+    training: Training,
+    job: Job | None,
+    observation: Observation,
+    newest: list[Pod],
+    options: KubernetesOptions,
+    now: float,
+) -> str:
+    """A fault that waiting cannot mend and that leaves fewer than `min` ranks; else empty."""
+    waiting = [p for p in newest if p.waiting_reason and not p.is_over]
+    broken = [p for p in waiting if p.is_hopeless(options.image_timeout_s, now)]
+    world = training.spec.world_size
+    if broken and world.target - len(broken) < world.min:
+        return f"rank {broken[0].rank}: {broken[0].waits_for}"
+    opened_at = (observation.gate_opened_at, training.status.gate_opened_at)
+    if job is not None and job.end_reason == "DeadlineExceeded" and opened_at == (None, None):
+        return f"no rank could start within {job.spec.get('activeDeadlineSeconds')} s"
+    return ""
 
 
 def _half(
     training: Training,
+    job: Job | None,
+    gate: StartGate,
     newest: list[Pod],
     options: KubernetesOptions,
     now: float,
-    since: float | None,
+    pod_error: str,
 ) -> list[Pod]:
     """Pods of an incomplete gang that hold nodes for too long: a Job is not gang-scheduled."""
-    if options.gang_timeout_s is None or since is None:
+    if gate.opened_at is not None or options.gang_timeout_s is None:
         return []
+    waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
+    if not waiting and pod_error and job is not None and job.is_gated:
+        # A quota keeps the other pods from being created.
+        waiting = [p for p in newest if p.is_at_gate]
+    since = min((p.created_at for p in waiting), default=now)
     holding = [p for p in newest if p.node is not None and not p.is_over]
-    if len(holding) >= training.spec.world_size.min:
-        return []
-    return holding if now - since > options.gang_timeout_s else []
+    is_enough = len(holding) >= training.spec.world_size.min
+    return [] if is_enough or now - since <= options.gang_timeout_s else holding
 
 
-def indexes(text: str) -> set[int]:
-    """The numbers of a list such as `1,3-5`: 1, 3, 4, 5."""
-    numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers |= set(range(int(first), int(last or first) + 1))
-    return numbers
-
-
-class JobIndexes(NamedTuple):
-    """Ranks that have ended for good, as the Job itself counts them."""
-
-    completed: set[int]
-    failed: set[int]
-
-
-def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes:
-    """Of those that the Job has, the ranks whose end is not in the status."""
-    desired = desired_of(job)
-    if job is None or desired is None:
-        return JobIndexes(set(), set())
-    # A stopped Job keeps the indexes it had, and counts those it has stopped as failed.
-    sizes = (desired.size or job["spec"]["completions"], desired.size)
-    status = job.get("status", {})
-    texts = (status.get("completedIndexes") or "", status.get("failedIndexes") or "")
-    if not any(texts):
-        return JobIndexes(set(), set())
+def ended_ranks(job: Job, known: Mapping[int, RankStatus]) -> tuple[set[int], set[int]]:
+    """Ranks that completed and ranks that failed for good, as the Job itself counts them, and whose
+    end is not in the status."""
+    if job.desired is None:
+        return set(), set()
     settled = {
         rank
         for rank, before in known.items()
         if before.phase == "Failed" or (before.exit is not None and before.exit.is_success)
     }
-    completed, failed = (
-        {rank for rank in indexes(text) if rank < size} - settled
-        for text, size in zip(texts, sizes, strict=True)
-    )
-    return JobIndexes(completed, failed)
+    # A stopped Job keeps the indexes it had, and counts those it has stopped as failed.
+    size = job.desired.size
+    completed = {rank for rank in job.indexes("completedIndexes") if rank < (size or job.size)}
+    failed = {rank for rank in job.indexes("failedIndexes") if rank < size}
+    return completed - settled, failed - settled
 
 
-def unexplained_failures(training: Training, job: Json | None, pods: Iterable[Pod]) -> set[int]:
+def unexplained_failures(training: Training, job: Job, pods: Iterable[Pod]) -> set[int]:
     """Ranks that the Job counts as failed, though neither the status nor a pod shows how."""
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
-    failed = ended_ranks(job, known).failed
-    if not failed:
-        return set()
+    _, failed = ended_ranks(job, known)
     return failed - {p.rank for p in pods if not is_stored(p, known.get(p.rank))}
 
 
 def vanished_ranks(
     training: Training,
-    job: Json | None,
+    job: Job,
     there: Collection[int],
     known: Mapping[int, RankStatus],
     now: float,
@@ -606,11 +518,11 @@ def vanished_ranks(
 
     `there` are the ranks that have pods to report; those are read instead.
     """
-    ended = ended_ranks(job, known)
-    at = when((job or {}).get("status", {}).get("completionTime")) or now
-    for rank in sorted((ended.completed | ended.failed) - set(there)):
+    completed, failed = ended_ranks(job, known)
+    at = when(job.status.get("completionTime")) or now
+    for rank in sorted((completed | failed) - set(there)):
         before = known.get(rank) or RankStatus(rank=rank)
-        is_failed = rank in ended.failed
+        is_failed = rank in failed
         exit = Exit(code=0, at=at, reason=ExitReason.COMPLETED)
         if is_failed:
             message = f"{DELETED} before its exit was read"

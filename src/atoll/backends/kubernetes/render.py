@@ -13,24 +13,19 @@ import json
 import math
 import shlex
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from atoll.agent import machine_use, metric_sinks, process, unpack
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.result import IN_LOG, RESULT_VARIABLE
+from atoll.backends.companions import agent_command
 from atoll.backends.kubernetes.code import (
-    UNPACK,
     code_layout,
     render_code_mounts,
     render_code_volumes,
 )
-from atoll.backends.kubernetes.gate import (
-    TURNED_AWAY_RULE,
-    render_gate,
-    render_gate_volume,
-    render_opened_world,
-    render_together,
-)
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import (
     AGENT,
     BLOCKED_BY,
@@ -40,26 +35,27 @@ from atoll.backends.kubernetes.names import (
     ETCD,
     FAILURES,
     FINALIZER,
+    GATE,
     INDEX,
     MANAGED,
     NAMESPACE,
     PART,
+    PROVIDER,
     QUEUE,
+    REGION,
     REPORT_DIR,
     REPORT_VOLUME,
     SOURCE,
+    START,
     STOPPED,
     TRAINING,
     UID,
 )
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
-from atoll.backends.kubernetes.placement import (
-    affinity,
-    node_selector,
-    spread,
-    tolerations,
-)
+from atoll.backends.kubernetes.pod import TURNED_AWAY
 from atoll.backends.launch import (
+    ETCD_BACKEND,
+    NO_BACKEND,
     TOGETHER,
     Meeting,
     RankLaunch,
@@ -73,7 +69,7 @@ from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
 from atoll.core.spec import Resources
 from atoll.core.status import DesiredState, Training
-from atoll.mesh.reach import FABRIC_DIR
+from atoll.mesh.watch import fabric_folder
 
 Json = dict[str, Any]
 
@@ -101,6 +97,26 @@ RESTRICTED: Json = {
     "runAsUser": 65532,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+
+GATE_DIR = "/atoll/gate"
+GATE_OPEN = "open"  # the key in the gang's ConfigMap
+# Process 1 of a container ignores SIGTERM unless it has a handler; and not every `sleep` takes
+# fractions of a second.
+WAIT = (
+    f"trap 'exit {TURNED_AWAY}' TERM; "
+    f'until [ -n "$ATOLL_START" ] || [ -s {GATE_DIR}/start ]; '
+    "do sleep 0.1 || sleep 1 || exit 1; done"
+)
+# A waiting pod gets this annotation, which the kubelet passes on at once; a changed ConfigMap takes
+# it a minute. Its value is how many ranks start together; it is empty for ranks that start later.
+_START_FIELD = {"fieldPath": f"metadata.annotations['{START}']"}
+# A pod deleted before it could start does not use up a restart of its rank.
+TURNED_AWAY_RULE: Json = {
+    "action": "Ignore",
+    "onExitCodes": {"containerName": GATE, "operator": "In", "values": [TURNED_AWAY]},
+}
+# The node label over which ranks are spread, by `topology_spread`.
+SPREAD = {"provider-aware": PROVIDER, "region-aware": REGION}
 
 
 def gang_name(training: Training) -> str:
@@ -137,12 +153,7 @@ def render_world(
     }
     if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=is_opened)
-    if options.records_exits(training.spec):
-        body["data"][REPORT] = report_source()
-        if options.reports_uri:
-            body["data"] |= use_sources()
-    if training.spec.code is not None:
-        body["data"][UNPACK] = unpack_source()
+    body["data"] |= _own_files(training, options)
     if source is not None:
         if len(source.content) > SOURCE_MAX:
             raise Permanent(
@@ -219,6 +230,14 @@ def render_job(
 
 def owner_of(training: Training) -> Json:
     return reference_to("atoll.dev/v1", "Training", {"name": training.name, "uid": training.uid})
+
+
+def owner_in(training: Training, job: Job | None, *, is_owner: bool) -> Json | None:
+    """The object with which Kubernetes deletes what belongs to a training: the Training object if
+    this cluster has one, else the Job."""
+    if is_owner:
+        return owner_of(training)
+    return None if job is None else reference_to("batch/v1", "Job", job.metadata)
 
 
 def reference_to(api: str, kind: str, metadata: Json) -> Json:
@@ -329,23 +348,21 @@ def render_recorded(
     return ["sh", "-c", script, "sh", *command]
 
 
-@functools.cache
-def report_source() -> str:
-    return Path(process.__file__).read_text()
+def _own_files(training: Training, options: Options) -> dict[str, str]:
+    """The files of atoll that a rank's container runs, by name."""
+    modules: list[ModuleType] = []
+    if options.records_exits(training.spec):
+        modules.append(process)
+        if options.reports_uri:  # the wrapper reports what its rank uses
+            modules += [machine_use, metric_sinks]
+    if training.spec.code is not None:
+        modules.append(unpack)
+    return {f"{part.__name__.rpartition('.')[2]}.py": _text_of(part) for part in modules}
 
 
 @functools.cache
-def use_sources() -> Json:
-    """The files with which the wrapper reports what its rank uses."""
-    return {
-        f"{part.__name__.rpartition('.')[2]}.py": Path(str(part.__file__)).read_text()
-        for part in (machine_use, metric_sinks)
-    }
-
-
-@functools.cache
-def unpack_source() -> str:
-    return Path(unpack.__file__).read_text()
+def _text_of(module: ModuleType) -> str:
+    return Path(str(module.__file__)).read_text()
 
 
 def rank_zero(training: Training) -> str:
@@ -355,8 +372,11 @@ def rank_zero(training: Training) -> str:
 
 
 def rendezvous_endpoint(training: Training, options: Options) -> str:
-    launch = render_launch(training, rank_layout(training, options))
-    return launch.env["BASILICA_RDZV_ENDPOINT"]
+    """Where ranks meet, as their environment says; empty if they do not."""
+    backend = training.spec.rendezvous.backend
+    if backend == ETCD_BACKEND:
+        return etcd_endpoint(training, options)
+    return "" if backend == NO_BACKEND else f"{rank_zero(training)}:{options.master_port}"
 
 
 def etcd_name(training: Training) -> str:
@@ -415,7 +435,7 @@ def _environment(training: Training, launch: RankLaunch, options: Options) -> li
             for name, path in by_field.items()
         ),
         *({"name": name, "valueFrom": size} for name in launch.size_variables),
-        *([{"name": TOGETHER, "valueFrom": render_together()}] if is_counted else ()),
+        *([{"name": TOGETHER, "valueFrom": {"fieldRef": _START_FIELD}}] if is_counted else ()),
         *({"name": name, "value": _literal(value)} for name, value in launch.env.items()),
     ]
 
@@ -434,13 +454,6 @@ def _resources(needs: Resources, options: Options) -> Json:
     usual = {"cpu": options.cpu_request, "memory": options.memory_request}
     requests = {name: value for name, value in usual.items() if value is not None} | amounts
     return _filled({"requests": requests, "limits": amounts})
-
-
-def _own_files(training: Training, options: Options) -> list[str]:
-    """The files of atoll that a rank's container runs."""
-    is_recorded, has_code = options.records_exits(training.spec), training.spec.code is not None
-    use = use_sources() if is_recorded and options.reports_uri else ()
-    return [*([REPORT] if is_recorded else ()), *use, *([UNPACK] if has_code else ())]
 
 
 def _volumes(training: Training, options: Options) -> list[Json]:
@@ -466,11 +479,6 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     return volumes
 
 
-def fabric_folder(training: Training) -> str:
-    """The training's folder in its etcd, named by uid because several trainings may share one."""
-    return f"{FABRIC_DIR}/{training.uid}"
-
-
 def render_agent(training: Training, etcd: str, options: Options) -> Json:
     """A native sidecar: it starts before the rank, and ends after it without delaying it."""
     fields = {
@@ -479,13 +487,11 @@ def render_agent(training: Training, etcd: str, options: Options) -> Json:
         "POD_IP": "status.podIP",
     }
     # Kubernetes replaces `$(NAME)` here.
-    command = [
-        *("python", "-m", "atoll.mesh.fabric"),
-        "--host=rank-$(RANK)@$(NODE_NAME)",
-        "--address=$(POD_IP)",
-        f"--etcd={etcd}",
-        f"--folder={fabric_folder(training)}",
-    ]
+    command = agent_command(
+        *("python", "rank-$(RANK)@$(NODE_NAME)", "$(POD_IP)"),
+        etcd=etcd,
+        folder=fabric_folder(training.uid),
+    )
     return {
         "name": AGENT,
         "image": options.agent_image,
@@ -498,3 +504,145 @@ def render_agent(training: Training, etcd: str, options: Options) -> Json:
         "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
         "securityContext": RESTRICTED,
     }
+
+
+def render_gate(gang: str, rank: Json) -> Json:
+    """The start gate: an init container of the rank's own image, so that a waiting pod has both its
+    node and its image.
+
+    It has the same size: a smaller one would change the pod's quality-of-service class.
+    """
+    limits = (rank.get("resources") or {}).get("limits") or {}
+    amounts = {name: value for name, value in limits.items() if name in ("cpu", "memory")}
+    started = {"configMapKeyRef": {"name": gang, "key": GATE_OPEN, "optional": True}}
+    container: Json = {
+        "name": GATE,
+        "image": rank["image"],
+        "command": ["sh", "-c", WAIT],
+        "env": [{"name": "ATOLL_START", "valueFrom": started}],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": GATE, "mountPath": GATE_DIR, "readOnly": True}],
+    }
+    if amounts:
+        container["resources"] = {"requests": amounts, "limits": amounts}
+    return container | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
+
+
+def render_gate_volume() -> Json:
+    items = [{"path": "start", "fieldRef": _START_FIELD}]
+    return {"name": GATE, "downwardAPI": {"items": items}}
+
+
+def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
+    """Data for the gang's ConfigMap: whether pods created from now on find the gate open."""
+    return {GATE_OPEN: "true" if is_opened else ""}
+
+
+def ranks_of(training: Training) -> dict[str, str]:
+    """The labels of its ranks' pods, and of no others of its pods."""
+    return {UID: training.uid, PART: CONTAINER}
+
+
+def tolerations(needs: Resources, options: Options) -> list[Json]:
+    own = options.own_pod.get("tolerations")
+    merged: list[Json] = list(own or ())
+    if own is None and needs.gpu_count:
+        merged.append(
+            {"key": options.gpu_resource_key, "operator": "Exists", "effect": "NoSchedule"}
+        )
+    keys = {t.get("key") for t in merged}
+    for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+        if key not in keys:
+            merged.append(
+                {
+                    "key": key,
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": options.lost_node_s,
+                }
+            )
+    return merged
+
+
+def node_selector(needs: Resources, options: Options) -> dict[str, str]:
+    """The table's labels under the caller's own, where there is one value for each."""
+    rows = options.gpu_rows(needs.gpu_models)
+    labels = {key: values[0] for key, values in rows[0].items()} if _is_one(rows) else {}
+    return {**options.patched({"nodeSelector": labels}).get("nodeSelector", {})}
+
+
+def _is_one(rows: list[dict[str, list[str]]]) -> bool:
+    return len(rows) == 1 and all(len(values) == 1 for values in rows[0].values())
+
+
+def _gpu_rules(needs: Resources, options: Options) -> list[list[Json]]:
+    """Alternative lists of rules. One value for each label goes into the node selector instead."""
+    rows = options.gpu_rows(needs.gpu_models)
+    if not rows or _is_one(rows):
+        return [[]]
+    return [
+        [{"key": key, "operator": "In", "values": values} for key, values in row.items()]
+        for row in rows
+    ]
+
+
+def _node_rules(training: Training, options: Options) -> list[Json]:
+    needs, providers = training.spec.resources, training.spec.provider_filter
+    rules: list[tuple[str, str, list[str]]] = []
+    if needs.min_gpu_memory_gb is not None and needs.gpu_count:
+        mib = needs.min_gpu_memory_gb * 10**9 // 2**20
+        rules.append((options.gpu_memory_label, "Gt", [str(mib - 1)]))
+    if providers.include is not None:
+        rules.append((PROVIDER, "In", providers.include))
+    if providers.exclude:
+        rules.append((PROVIDER, "NotIn", providers.exclude))
+    return [{"key": key, "operator": how, "values": values} for key, how, values in rules]
+
+
+def affinity(training: Training, options: Options) -> Json | None:
+    merged: Json = {**options.own_pod.get("affinity", {})}
+    rules = _node_rules(training, options)
+    by_gpu = _gpu_rules(training.spec.resources, options)
+    if rules or by_gpu != [[]]:
+        node = {**merged.get("nodeAffinity", {})}
+        required = "requiredDuringSchedulingIgnoredDuringExecution"
+        # Terms are alternatives: each of the caller's own must meet our rules as well.
+        terms = node.get(required, {}).get("nodeSelectorTerms") or [{}]
+        node[required] = {
+            "nodeSelectorTerms": [
+                {**term, "matchExpressions": [*term.get("matchExpressions", ()), *gpu, *rules]}
+                for term in terms
+                for gpu in by_gpu
+            ]
+        }
+        merged["nodeAffinity"] = node
+    if training.spec.topology_spread == "pack" and "podAffinity" not in merged:
+        near = [
+            {
+                "weight": weight,
+                "podAffinityTerm": {
+                    "topologyKey": key,
+                    "labelSelector": {"matchLabels": ranks_of(training)},
+                },
+            }
+            for key, weight in (
+                ("kubernetes.io/hostname", 100),
+                ("topology.kubernetes.io/zone", 50),
+            )
+        ]
+        merged["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": near}
+    return merged or None
+
+
+def spread(training: Training) -> list[Json] | None:
+    key = SPREAD.get(training.spec.topology_spread)
+    if key is None:
+        return None
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": key,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": ranks_of(training)},
+        }
+    ]

@@ -19,6 +19,7 @@ from atoll.agent.result import CHUNK_BYTES, MARK, MAX_BYTES, NONE, Result, nonce
 from atoll.core.status import LogLine
 from atoll.logs.files import merged
 
+TORN = "the result is not complete in the log: the rank ended while it wrote it, or it was cut off"
 NEAR_END = 64  # last lines in which a result is looked for first: most results are small
 _MARK = re.compile(
     r"(?P<nonce>[0-9a-f]{32}) (?P<call>[0-9a-f]{8}) (?P<encoding>json|msgpack|pickle|none) "
@@ -27,14 +28,10 @@ _MARK = re.compile(
 
 
 class Reading(NamedTuple):
-    """What a log says of a rank's result. `trouble` is for people.
-
-    `is_torn`: the rank gave one, and only a part of it is in the log.
-    """
+    """What a log says of a rank's result."""
 
     result: Result | None
-    pod_error: str = ""
-    is_torn: bool = False
+    is_torn: bool = False  # the rank gave one, and only a part of it is in the log
 
 
 class ResultPart(NamedTuple):
@@ -51,12 +48,12 @@ def visible(line: str) -> str | None:
     return line if not mark else text or None
 
 
-def printed(lines: Iterable[str]) -> list[str]:
+def without_results(lines: Iterable[str]) -> list[str]:
     """Return the lines as the program printed them."""
     return [text for line in lines if (text := visible(line)) is not None]
 
 
-async def printed_lines(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
+async def strip_results(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
     """Yield the lines as the programs printed them."""
     try:
         async for line in lines:
@@ -68,7 +65,7 @@ async def printed_lines(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]
             await lines.aclose()
 
 
-async def printed_logs(
+async def read_without_results(
     read: Callable[[int | None], AsyncIterator[LogLine]], tail: int | None
 ) -> AsyncIterator[LogLine]:
     """Yield the last lines as they were printed: `tail` does not count results.
@@ -76,7 +73,7 @@ async def printed_logs(
     `read` gives the last lines of each rank, or all.
     """
     if not tail or not any([MARK in line.text async for line in read(NEAR_END)]):
-        async for line in printed_lines(read(tail)):
+        async for line in strip_results(read(tail)):
             yield line
         return
     extra = NEAR_END
@@ -106,9 +103,7 @@ async def result_in_log(
             yield line.text
 
     reading = await find_result(texts, nonce_of(uid))
-    if reading.is_torn:
-        return NONE, reading.pod_error.encode()
-    return reading.result
+    return (NONE, TORN.encode()) if reading.is_torn else reading.result
 
 
 def parts_expected(lines: Iterable[str], nonce: str) -> int:
@@ -117,29 +112,19 @@ def parts_expected(lines: Iterable[str], nonce: str) -> int:
 
 
 def read_result(lines: Iterable[str], nonce: str) -> Reading:
-    """The last complete result in the log. Marks of others and broken ones are counted only."""
+    """The last complete result in the log. Marks of others and broken ones do not count."""
     pieces: dict[str, dict[int, bytes]] = {}
     last: Result | None = None
-    bad = 0
     for line in lines:
-        if MARK not in line:
-            continue
         part = _part(line, nonce)
         if part is None:
-            bad += 1
             continue
         mine = pieces.setdefault(part.call, {})
         mine[part.at] = part.data
         if len(mine) == part.total and part.total - 1 in mine:
             last = Result(part.encoding, b"".join(mine[at] for at in range(part.total)))
             del pieces[part.call]
-    if last is None and pieces:
-        words = "the result is not complete in the log: the rank ended while it wrote it, or it was"
-        return Reading(None, f"{words} cut off", is_torn=True)
-    if bad:
-        words = f"{bad} marked line{'s' if bad > 1 else ''} of its log ignored"
-        return Reading(last, f"{words}: broken, or the result of another launch")
-    return Reading(last)
+    return Reading(last, is_torn=last is None and bool(pieces))
 
 
 async def find_result(texts: Callable[[int | None], AsyncIterator[str]], nonce: str) -> Reading:
@@ -147,19 +132,19 @@ async def find_result(texts: Callable[[int | None], AsyncIterator[str]], nonce: 
 
     The whole log is read only where its end does not have the result.
     """
-    marked, count = await _marked(texts(NEAR_END))
+    marked, count = await _read_marked(texts(NEAR_END))
     if count < NEAR_END:
         return read_result(marked, nonce)
     if parts := parts_expected(marked, nonce):
-        marked, _ = await _marked(texts(parts + NEAR_END))
+        marked, _ = await _read_marked(texts(parts + NEAR_END))
         reading = read_result(marked, nonce)
         if reading.result is not None:
             return reading
-    marked, _ = await _marked(texts(None))
+    marked, _ = await _read_marked(texts(None))
     return read_result(marked, nonce)
 
 
-async def _marked(texts: AsyncIterator[str]) -> tuple[list[str], int]:
+async def _read_marked(texts: AsyncIterator[str]) -> tuple[list[str], int]:
     """The lines with a mark, and the number of all."""
     marked, count = [], 0
     async for text in texts:

@@ -1,36 +1,44 @@
-"""What a gang's directory holds of its training, and how a store that lacks it gets it back.
+"""What a directory of ranks holds of its training, and how a store that lacks it gets it back.
 
-`training.json` is the record as of the newest wish, and of the verdict in the end. It is never
-newer than a store that has lost nothing. `removed` is the tombstone: only a directory that carries
-it is deleted.
+`training.json` is the training as of the newest desired state, and with its verdict in the end. It
+is never newer than a store that has lost nothing. `removed` is the tombstone: only a directory that
+has one is deleted.
+
+To stop ranks their supervisor needs a new desired state. Where a full disk has no room for one, a
+file of the reserve is filled and takes its name: no block is asked for that a rank might take.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from atoll.backends.local.journal import clear_way, write_durably
-from atoll.backends.local.reserve import Reserve
+from atoll.backends.local.protocol import DESIRED_FILE
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.ports import Store
 from atoll.core.status import Event, Training
 from atoll.files.ownership import make_private
+from atoll.files.writing import clear_way, write_file
 
 RECORD = "training.json"
 TOMBSTONE = "removed"
+RESERVE_FOLDER = "reserve"
+RESERVE_FILES = 4  # two for each training that is stopped: training.json and desired.json
+RESERVE_FILE_BYTES = 64 * 2**10  # a desired state with a usual environment, many times over
 
 log = logging.getLogger(__name__)
 
 
 def write_record(directory: Path, training: Training, reserve: Reserve | None = None) -> None:
-    """Stores the training beside its gang, with a digest for its code. Raises Temporary."""
+    """Stores the training beside its ranks, with a digest for its code. Raises Temporary."""
     if training.spec.source is not None:
         source = training.spec.source.by_digest()
         training = replace(training, spec=replace(training.spec, source=source))
@@ -77,13 +85,13 @@ def delete(directory: Path) -> None:
 async def adopt(directory: Path, store: Store) -> None:
     """Gives the store the training of a directory that it does not know.
 
-    Raises Permanent if the directory does not tell enough, and Conflict if the name is taken.
+    Raises Permanent if the directory has too little for that, and Conflict if the name is taken.
     """
     record = read_record(directory)
     if record is None:
-        raise Permanent(f"it has no {RECORD} (older releases write none)")
-    if not record.status.phase.is_terminal and not (directory / "gang.json").exists():
-        raise Permanent("its gang.json is gone, and its ranks may have run already")
+        raise Permanent(f"it has no {RECORD}")
+    if not record.status.phase.is_terminal and not (directory / DESIRED_FILE).exists():
+        raise Permanent(f"its {DESIRED_FILE} is lost, and its ranks may have run already")
     training = await store.create(_with_code(record, directory))
     text = "the store had no record of it; it goes on from the files of its ranks"
     await store.record(
@@ -133,7 +141,7 @@ def _desired_states(training: Training) -> int:
 
 
 def _with_code(record: Training, directory: Path) -> Training:
-    """The record with its code. That of a training that is over is gone, and is not needed."""
+    """The record with its code, which a training that is over does not need."""
     source = record.spec.source
     if source is None or record.status.phase.is_terminal:
         return record
@@ -150,6 +158,64 @@ def _write(path: Path, data: bytes) -> None:
     try:
         make_private(path.parent)
         clear_way(path)
-        write_durably(path, data)
+        write_file(path, data)
     except OSError as error:
         raise Temporary(f"cannot write {path}: {error.strerror}") from error
+
+
+def has_space(where: Path, needed: int) -> bool:
+    """Whether the file system has this many bytes left. A quota is not counted."""
+    free = os.statvfs(where)
+    return not free.f_flag & os.ST_RDONLY and free.f_bavail * free.f_frsize >= needed
+
+
+class Reserve:
+    """The reserve of one state directory."""
+
+    def __init__(self, where: Path) -> None:
+        self._folder = where / RESERVE_FOLDER
+
+    def renew(self) -> None:
+        """Makes the files that are missing, if there is room to spare."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+            for number in range(RESERVE_FILES):
+                path = self._folder / str(number)
+                is_whole = path.exists() and path.stat().st_size == RESERVE_FILE_BYTES
+                if not is_whole and has_space(self._folder, 4 * RESERVE_FILES * RESERVE_FILE_BYTES):
+                    # Not durable: every first start would wait for it, and a lost one is renewed.
+                    write_file(path, bytes(RESERVE_FILE_BYTES), is_durable=False)
+
+    def save(self, path: Path, data: bytes) -> None:
+        """Replaces the content of `path`, atomically, from the reserve if the disk is full.
+
+        For what stops ranks alone: nothing else would stop one that fills it. Raises Temporary.
+        """
+        try:
+            clear_way(path)
+            try:
+                write_file(path, data)
+            except OSError:
+                self._write(path, data)
+        except OSError as error:
+            raise Temporary(f"cannot write {path}: {error.strerror}") from error
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Raises OSError if no reserve is left."""
+        if len(data) > RESERVE_FILE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        draft = path.with_name(f"{path.name}#reserve")
+        for number in range(RESERVE_FILES):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._folder / str(number), draft)
+                break
+        else:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file = os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, data, 0)
+            os.ftruncate(file, len(data))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(draft, path)

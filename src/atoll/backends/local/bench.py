@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from atoll.backends.companions import bench_command
 from atoll.backends.local import processes
-from atoll.core.bench import LIMIT_S
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode
-from atoll.core.status import BenchResult, ObservedBench
+from atoll.core.status import BENCH_LIMIT_S, BenchResult, ObservedBench
 
 FILE = "bench.json"
 
@@ -81,9 +81,9 @@ class LocalBench:
         """Runs the bench. Returns why it failed, or nothing if the result was written."""
         os.makedirs(directory, exist_ok=True, mode=0o700)
         parent = os.getpid()
+        arguments = ("--host", self._host, "--output", str(directory / FILE))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "atoll.bench.netbench", "loopback"),
-            *("--host", self._host, "--limit", f"{LIMIT_S:g}", "--output", str(directory / FILE)),
+            *bench_command(sys.executable, "loopback", *arguments, limit_s=BENCH_LIMIT_S),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

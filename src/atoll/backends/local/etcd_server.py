@@ -7,24 +7,21 @@ behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from atoll.backends.local.ports import PortLease, lease_port
-from atoll.backends.local.rendezvous_file import find_etcd
+from atoll.backends import companions
+from atoll.backends.local import processes
+from atoll.backends.local.rendezvous import PortLease, find_etcd, lease_port
+from atoll.core.clock import Retry
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.retry import Retry
 from atoll.mesh.http import http_status
 
-PR_SET_PDEATHSIG = 1
 READY_S = 15.0  # how long a start may take; 0.1 s is usual
-LOG_TAIL = 600
+LOG_TAIL = 600  # bytes of its log in an error: its last lines
 
 Leases = tuple[PortLease, PortLease]  # for clients, for peers
 
@@ -48,14 +45,14 @@ def start_etcd(
     """Starts an etcd that answers on the v2 API. It lives no longer than the calling thread.
 
     Started again on the same directory with the same leases it is the same etcd: keys and endpoint
-    are kept. Raises Permanent when there is no etcd or it cannot do v2, Temporary when it did not
+    stay. Raises Permanent when there is no etcd or it cannot do v2, Temporary when it did not
     come up; the leases are released then.
     """
     binary = binary or find_etcd()
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)  # etcd warns about a directory others can read
     leases = leases or (lease_port(host), lease_port(host))
-    log_path = directory.parent / f"{directory.name}.log"
+    log_path, parent = directory.parent / f"{directory.name}.log", os.getpid()
     try:
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -64,7 +61,7 @@ def start_etcd(
                 stdout=log,
                 stderr=log,
                 env={"PATH": os.defpath},  # an ETCD_* variable of the user would override a flag
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=lambda: processes.die_with_parent(parent),
             )
     except OSError as error:
         release(leases)
@@ -81,20 +78,14 @@ def start_etcd(
 def etcd_arguments(directory: Path, host: str, client_port: int, peer_port: int) -> list[str]:
     client = f"http://{_bracketed(host)}:{client_port}"
     peer = f"http://{_bracketed(host)}:{peer_port}"
+    hosts = (host, "localhost", "127.0.0.1")
     return [
+        *companions.etcd_arguments(
+            directory, listen=client, advertise=client, peer=peer, origin=client, hosts=hosts
+        ),
         "--name=atoll",
-        "--enable-v2=true",
-        f"--data-dir={directory}",
-        f"--listen-client-urls={client}",
-        f"--advertise-client-urls={client}",
-        f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=atoll={peer}",
-        # No page in somebody's browser may read or write it, by its own name or by another's.
-        f"--cors={client}",
-        f"--host-whitelist={host},localhost,127.0.0.1",
-        # Its data matters only while the training runs, and a power cut ends that as well.
-        "--unsafe-no-fsync",
         "--log-level=warn",
     ]
 
@@ -132,17 +123,6 @@ def _wait_until_ready(server: EtcdServer, log: Path, host: str, ready_s: float) 
         if pause_s is None:
             raise Temporary(f"etcd did not answer within {ready_s:g} s: {_tail(log)}")
         time.sleep(pause_s)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
-
-    def arrange() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent died before the kernel was told
-
-    return arrange
 
 
 def _tail(log: Path) -> str:

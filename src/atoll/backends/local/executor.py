@@ -2,8 +2,8 @@
 
 The supervisor's journal is the truth: the executor reads it, hands the desired state to the
 supervisor and passes on that something changed. Ranks share CPU and memory of the machine; GPUs
-they have for themselves. `slots` limits how many ranks may run at once; `backends/local/queue.py`
-has the order in which trainings get them.
+they have for themselves. `slots` limits how many ranks may run at once; the `StartQueue` has the
+order in which trainings get them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,19 @@ from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.records import Facts
-from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
+from atoll.backends.launch import (
+    ETCD_BACKEND,
+    NO_BACKEND,
+    TOGETHER,
+    RankLayout,
+    needs_etcd,
+    render_launch,
+    store_uri_of,
+    unset_variables,
+)
 from atoll.backends.local import processes
 from atoll.backends.local.adoption import (
+    Reserve,
     adopt,
     catch_up,
     delete,
@@ -37,69 +47,97 @@ from atoll.backends.local.adoption import (
     write_record,
 )
 from atoll.backends.local.bench import LocalBench
-from atoll.backends.local.capacity import Machine
-from atoll.backends.local.devices import (
+from atoll.backends.local.capacity import (
     Assignment,
+    Capacity,
     Devices,
     DeviceShare,
+    Machine,
+    StartQueue,
+    Waiting,
     count_visible,
     ids_of,
     present,
 )
-from atoll.backends.local.files import GANG
-from atoll.backends.local.idle import IdleTracker
 from atoll.backends.local.journal import time_of
-from atoll.backends.local.machine_use import UseMeter
-from atoll.backends.local.options import SUPPORTS, LocalOptions
+from atoll.backends.local.machine_use import IdleTracker, UseMeter
 from atoll.backends.local.processes import boot_id
-from atoll.backends.local.queue import Capacity, StartQueue, Waiting
-from atoll.backends.local.rank_process import result_file
-from atoll.backends.local.rendezvous_file import read_rendezvous
-from atoll.backends.local.rendezvous_view import (
-    observed_endpoint,
-    observed_mesh,
-    wanted_rendezvous,
-    withdraw,
-)
-from atoll.backends.local.reserve import Reserve
-from atoll.backends.local.shortage import waiting_message
+from atoll.backends.local.protocol import DESIRED_FILE, result_file, waiting_message
+from atoll.backends.local.rendezvous import find_etcd, read_rendezvous
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.records import desired_of
 from atoll.backends.results import attempt_of, is_named, read_result
+from atoll.core.checks import check_int
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
+from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.metrics import RankUsage
-from atoll.core.ports import Executor, Key, Store
+from atoll.core.model import SpecModel
+from atoll.core.plan import check_again_s
+from atoll.core.ports import Executor, Key, Store, ignore, refuse
 from atoll.core.spec import TrainingSpec
-from atoll.core.stall import check_again_s
 from atoll.core.status import (
     DesiredState,
     Followup,
     LogLine,
+    MeshStatus,
     Observation,
     ObservedBench,
     Training,
     sooner,
 )
 from atoll.core.stores import own_keys_only
-from atoll.files.ownership import make_private, private
+from atoll.files.ownership import make_private
+from atoll.files.writing import write_file
 from atoll.logs.files import read_lines, tail_offsets
+from atoll.mesh.etcd import EtcdKeys
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
-# replica, what that one was told of its launch.
+# replica, the variables of its own launch.
 WITHHELD = (
     *("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL"),
     *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
     *("ATOLL_REPORTS", "ATOLL_REPORTS_TOKEN", "ATOLL_RUN_ID"),
 )
 RUNS = "runs"  # the folder of runs with an id, beside that of the ranks
-ROOM_EVERY_S = 2.0  # nobody tells when a machine has room again
+MAX_SLOTS = 10_000  # ranks at once that were tried on one machine
+MIN_LOG_BYTES, MAX_LOG_BYTES = 64 * 2**10, 2**40  # eight segments of 8 KiB; no limit in practice
+NO_GPU = "this machine has no GPU that is known, see [executors.local] gpus in atoll.toml"
+SHARED = "ranks are processes of this machine, and share it"
+SUPPORTS = (
+    refuse("code", f"expected none: ranks on {socket.gethostname()} run where the code is"),
+    *(ignore(field, SHARED) for field in ("image", "cpu", "memory", "gpu_models")),
+    *(ignore(f, SHARED) for f in ("min_gpu_memory_gb", "provider_filter", "topology_spread")),
+    ignore(
+        "gpu_count",
+        NO_GPU,
+        when=lambda spec, devices: devices.share(spec.resources.gpu_count, spec.env) is None,
+    ),
+)
+CONFIGURED_ETCD = "ATOLL_ETCD_ENDPOINT"  # in the control plane's environment: used by all trainings
+CAPACITY_EVERY_S = 2.0  # nobody reports when a machine has capacity again; a reading takes 1 ms
 
 log = logging.getLogger(__name__)
 
 
-def render_gang(
+class LocalOptions(SpecModel, frozen=True):
+    """What `[executors.local]` may say."""
+
+    slots: int | None = None  # largest number of ranks at the same time
+    log_bytes: int | None = None  # of the log of each rank, the newest; None: 64 MiB
+    gpus: int | list[int | str] | None = None  # that ranks may use; None: all there are
+
+    def __post_init__(self) -> None:
+        if self.log_bytes is not None:
+            check_int("log_bytes", self.log_bytes, MIN_LOG_BYTES, MAX_LOG_BYTES)
+        if self.slots is not None:
+            check_int("slots", self.slots, 1, MAX_SLOTS)
+        if self.gpus is not None:
+            ids_of("gpus", self.gpus)
+
+
+def render_desired(
     training: Training,
     desired: DesiredState,
     *,
@@ -111,7 +149,7 @@ def render_gang(
     devices: Assignment | None = None,
     machine_devices: int = 0,
 ) -> dict[str, Any]:
-    """The document a shim works from. `started_together`: as first told; None: this wish is it.
+    """The desired state as a supervisor reads it. `started_together`: as the first one had it.
 
     `devices`: of each rank; None: ranks share what their environment names, else all
     `machine_devices`.
@@ -184,12 +222,12 @@ class LocalBackend(Executor):
         self._state_dir: Path | None = None  # of the control plane, which ranks find there
         self._devices = Devices(present(os.environ) if gpus is None else gpus)
         self.options = self._devices  # all that SUPPORTS asks of this machine
-        # Ranks that ask for none are not kept from any: they see all that the machine has.
+        # Ranks that ask for none see all that the machine has.
         self._machine_devices = len(present({})) or len(set(self._devices.ids))
         self._slots = slots
         self._log_bytes = log_bytes
         self._host = socket.gethostname()
-        self._gangs: dict[str, SupervisorClient] = {}
+        self._supervisors: dict[str, SupervisorClient] = {}
         self._assigned: dict[str, int] = {}  # ranks admitted, by training
         self._queue = StartQueue()
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
@@ -222,7 +260,7 @@ class LocalBackend(Executor):
     def missing_path(self, spec: TrainingSpec) -> str | None:
         where = spec.working_dir or "/"
         directory = None if spec.source is None else spec.source.directory
-        scripts = [word for word in spec.command or () if word.endswith((".py", ".sh"))]
+        scripts = [part for part in spec.command or () if part.endswith((".py", ".sh"))]
         paths = (where, directory or where, *(os.path.join(where, s) for s in scripts[:1]))
         return next((path for path in paths if not os.path.exists(path)), None)
 
@@ -233,27 +271,29 @@ class LocalBackend(Executor):
         self._reserve.renew()
 
     async def start(self, store: Store) -> None:
-        """Takes over the gangs of an earlier control plane.
+        """Takes over the ranks of an earlier control plane.
 
-        What the store does not know is adopted, or set aside and told of; what was removed is
-        cleared away.
+        What the store does not know is adopted, or quarantined and reported; what was removed is
+        deleted.
         """
         self.renew_reserve()
         snapshot = await store.snapshot()
         stored, uids = {training.uid: training for training in snapshot.active}, snapshot.uids
         for directory in self._directories():
-            gang = SupervisorClient(directory, lambda: None)
+            supervisor = SupervisorClient(directory, lambda: None)
             try:
                 if is_marked_deleted(directory):
-                    await self._delete(gang)
+                    await self._delete(supervisor)
                 elif directory.name not in uids:
                     await adopt(directory, store)
                 elif (known := stored.get(directory.name)) and not known.status.phase.is_terminal:
                     await catch_up(directory, known, store)
-                if gang.is_requested():
-                    self._assigned[directory.name] = _holds(gang)
-                    self._devices.take_over(directory.name, gang.gang().get("devices", {}))
-                    self._devices.keep(directory.name, _holds(gang))
+                if supervisor.is_requested():
+                    self._assigned[directory.name] = _holds(supervisor)
+                    self._devices.take_over(
+                        directory.name, supervisor.document().get("devices", {})
+                    )
+                    self._devices.keep(directory.name, _holds(supervisor))
             except Temporary as error:  # it is tried again at the next start
                 log.warning("%s: %s", directory, error)
             except (AtollError, ValueError) as error:
@@ -264,13 +304,13 @@ class LocalBackend(Executor):
                 self._enter_queue(training)
 
     async def clear_all(self) -> None:
-        """Ends and deletes every gang: for an owner that is gone."""
+        """Ends and deletes everything: for an owner that has ended."""
         for directory in self._directories():
             with contextlib.suppress(Temporary):
                 await self._delete(SupervisorClient(directory, lambda: None))
 
     def _directories(self) -> list[Path]:
-        """The directories of gangs; empty ones are removed."""
+        """The directories of trainings; empty ones are removed."""
         if not self._root.is_dir():
             return []
         for directory in self._root.iterdir():
@@ -278,26 +318,26 @@ class LocalBackend(Executor):
                 directory.rmdir()
         return sorted(directory for directory in self._root.iterdir() if directory.is_dir())
 
-    async def _delete(self, gang: SupervisorClient) -> None:
-        await gang.clear()
-        await asyncio.to_thread(delete, gang.directory)
+    async def _delete(self, supervisor: SupervisorClient) -> None:
+        await supervisor.clear()
+        await asyncio.to_thread(delete, supervisor.directory)
 
     async def close(self) -> None:
-        """Closes the connections to the shims; they and their ranks keep running."""
+        """Closes the connections to the supervisors; they and their ranks keep running."""
         await self._bench.close()
-        for gang in self._gangs.values():
-            gang.close()
+        for supervisor in self._supervisors.values():
+            supervisor.close()
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
-        gang = self._gang(training)
-        async with gang.turn:
-            if desired.size == 0 and not gang.is_requested():
+        supervisor = self._supervisor(training)
+        async with supervisor.turn:
+            if desired.size == 0 and not supervisor.is_requested():
                 return
             if training.status.has_run:
-                if (detail := gang.damage()) and gang.restore():
+                if (detail := supervisor.damage()) and supervisor.restore():
                     raise _being_restored(detail)
-                if not gang.facts.version:
-                    raise Permanent(f"all record of the ranks in {gang.directory} is gone")
+                if not supervisor.facts.version:
+                    raise Permanent(f"all record of the ranks in {supervisor.directory} is lost")
             assigned = self._assigned.get(training.uid, 0)
             if self._slots is not None and desired.size > assigned + self._free_slots():
                 raise Temporary("another training took the slots", retry_after_s=0.1)
@@ -305,21 +345,23 @@ class LocalBackend(Executor):
             devices = share and self._devices.assign(training.uid, desired.size, share)
             if share is not None and devices is None:
                 raise Temporary("another training took the GPUs", retry_after_s=0.1)
-            self._assigned[training.uid] = max(desired.size, _holds(gang))
-            is_new = desired.version > gang.gang().get("version", 0)
+            self._assigned[training.uid] = max(desired.size, _holds(supervisor))
+            is_new = desired.version > supervisor.document().get("version", 0)
             if is_new:
-                write_record(gang.directory, training, self._reserve if desired.size == 0 else None)
-            self._write_source(training, gang.directory)
+                write_record(
+                    supervisor.directory, training, self._reserve if desired.size == 0 else None
+                )
+            self._write_source(training, supervisor.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             if self._state_dir is not None:
                 base["ATOLL_STATE_DIR"] = str(self._state_dir)
-            before = gang.gang() if gang.is_requested() else {}
-            document = render_gang(
+            before = supervisor.document() if supervisor.is_requested() else {}
+            document = render_desired(
                 training,
                 desired,
-                directory=gang.directory,
+                directory=supervisor.directory,
                 host=self._host,
-                rendezvous=wanted_rendezvous(training, self._host, before.get("rendezvous", {})),
+                rendezvous=rendezvous_of(training, self._host, before.get("rendezvous", {})),
                 base=before.get("env", base),
                 started_together=before.get("env", {}).get(TOGETHER),
                 devices=devices,
@@ -327,77 +369,79 @@ class LocalBackend(Executor):
             )
             document["log_bytes"] = self._log_bytes
             if is_new and desired.size == 0:
-                self._reserve.save(gang.directory / GANG, json.dumps(document).encode())
-            await gang.desired(document)
+                self._reserve.save(
+                    supervisor.directory / DESIRED_FILE, json.dumps(document).encode()
+                )
+            await supervisor.apply(document)
         self._enter_queue(training)
         self._wake_next()
 
     async def observe(self, training: Training) -> Observation:
         try:
-            return self._observed(training, self._gang(training))
+            return self._observed(training, self._supervisor(training))
         except OSError as error:  # of files, most likely
-            raise Temporary(waiting_message("look at the ranks", error.strerror)) from error
+            raise Temporary(waiting_message("observe the ranks", error.strerror)) from error
 
-    def _observed(self, training: Training, gang: SupervisorClient) -> Observation:
+    def _observed(self, training: Training, supervisor: SupervisorClient) -> Observation:
         is_over, is_led = training.status.phase.is_terminal, False
-        if training.status.has_run and (detail := self._lost(training, gang)):
-            is_led = gang.restore()
+        if training.status.has_run and (detail := self._lost(training, supervisor)):
+            is_led = supervisor.restore()
             # What is to end need not be restored for that.
             if is_led and not training.is_cancelling and not is_over:
                 raise _being_restored(detail)
-        is_requested = gang.is_requested()
-        is_supervised = (is_requested and gang.is_supervised()) or (is_led and is_over)
+        is_requested = supervisor.is_requested()
+        is_supervised = (is_requested and supervisor.is_supervised()) or (is_led and is_over)
         if is_requested:
-            self._give_back(training.uid, _holds(gang))
+            self._give_back(training.uid, _holds(supervisor))
         if self._enter_queue(training):
             self._wake_next()
         capacity, message, again_in_s = self._capacity_for(training)
         observation = Observation(
             capacity=capacity,
-            message=gang.shortage or message,
+            message=supervisor.shortage or message,
             bench=self._observed_bench(training),
             again_in_s=again_in_s,
             is_supervised=is_supervised,
         )
         if not is_requested:
             return observation
-        facts = gang.facts
-        silent = self._silent_s(training, gang)
-        error = read_rendezvous(gang.directory).get("error")
+        facts = supervisor.facts
+        silent = self._silent_s(training, supervisor)
+        error = read_rendezvous(supervisor.directory).get("error")
         return replace(
             observation,
             ranks=[
                 replace(rank, idle_s=silent[rank.rank]) if rank.rank in silent else rank
-                for rank in gang.memory.observe(training, facts, self._host)
+                for rank in supervisor.memory.observe(training, facts, self._host)
             ],
             followups=_stalled(training, facts, silent),
             again_in_s=sooner(again_in_s, _next_idle_check_s(training)),
             desired=desired_of(facts),
-            message=gang.shortage or str(error or message),
-            rendezvous_endpoint=observed_endpoint(training, gang.directory),
-            mesh=observed_mesh(training, gang.directory),
+            message=supervisor.shortage or str(error or message),
+            rendezvous_endpoint=observed_endpoint(training, supervisor.directory),
+            mesh=observed_mesh(training, supervisor.directory),
             at=time_of(facts, boot_id(), time.monotonic()),
         )
 
-    def _lost(self, training: Training, gang: SupervisorClient) -> str:
-        """What is amiss with the files of a gang that has run. Those of one that was released are
-        gone for good, and its directory is there."""
+    def _lost(self, training: Training, supervisor: SupervisorClient) -> str:
+        """What is amiss with the files of a training that has run. One that was released has none,
+        but for its directory."""
         is_over = training.status.phase.is_terminal
-        if is_over and not gang.is_requested() and gang.directory.is_dir():
+        if is_over and not supervisor.is_requested() and supervisor.directory.is_dir():
             return ""
-        return gang.damage()
+        return supervisor.damage()
 
-    def _silent_s(self, training: Training, gang: SupervisorClient) -> dict[int, float]:
+    def _silent_s(self, training: Training, supervisor: SupervisorClient) -> dict[int, float]:
         """For how long each rank has not moved, if that is asked for."""
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
-        running, now = gang.facts.running(), time.monotonic()
-        return self._idle.idle_s(training.uid, gang.directory, running, now)
+        running, now = supervisor.facts.running(), time.monotonic()
+        return self._idle.idle_s(training.uid, supervisor.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""
         assert isinstance(followup, EndStalled)
-        one = self._gang(training).facts.attempt(followup.rank, followup.attempt)
+        one = self._supervisor(training).facts.attempt(followup.rank, followup.attempt)
         if one is None or not one.is_running:
             return
         if processes.start_ticks(one.pid) == one.start_ticks:
@@ -408,15 +452,15 @@ class LocalBackend(Executor):
         self._bench.start(training.uid, lambda: self._changed.put_nowait(key))
 
     async def release(self, training: Training) -> None:
-        gang = self._gang(training)
+        supervisor = self._supervisor(training)
         await self._bench.stop(training.uid)
-        async with gang.turn:
-            rendezvous = gang.gang().get("rendezvous", {})
-            if gang.is_requested() and not is_marked_deleted(gang.directory):
-                write_record(gang.directory, training, self._reserve)
+        async with supervisor.turn:
+            rendezvous = supervisor.document().get("rendezvous", {})
+            if supervisor.is_requested() and not is_marked_deleted(supervisor.directory):
+                write_record(supervisor.directory, training, self._reserve)
             status = training.status
-            await gang.clear(has_run=status.desired is not None and not status.is_released)
-        self._gangs.pop(training.uid, None)
+            await supervisor.clear(has_run=status.desired is not None and not status.is_released)
+        self._supervisors.pop(training.uid, None)
         self._assigned.pop(training.uid, None)
         self._devices.keep(training.uid, 0)
         self._queue.remove(training.uid)
@@ -448,20 +492,8 @@ class LocalBackend(Executor):
             except FileNotFoundError:
                 return None
 
-        named = is_named(self._gang(training).facts, rank, attempt)
+        named = is_named(self._supervisor(training).facts, rank, attempt)
         return await read_result(read, f"the result of rank {rank}", is_named=named)
-
-    async def logs(
-        self,
-        training: Training,
-        *,
-        ranks: Sequence[int] | None = None,
-        tail: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
-            yield line
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
@@ -476,7 +508,11 @@ class LocalBackend(Executor):
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
+        growth = None
+        if follow is not None and not follow():
+            growth = self._supervisor(training).follow_logs()
+        folder = self.log_folder(training)
+        return read_lines(folder, offsets, ranks=ranks, follow=follow, growth=growth)
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, rank_layout(self._root / training.uid))
@@ -486,28 +522,30 @@ class LocalBackend(Executor):
 
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
-        living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.running()]
+        living = [
+            (uid, attempt)
+            for uid, supervisor in self._supervisors.items()
+            for attempt in supervisor.running()
+        ]
         # The thread is given values: journals and their readers belong to the event loop.
-        metrics_uri = await asyncio.to_thread(
-            self._meter.measure, [attempt for _, attempt in living]
-        )
+        measured = await asyncio.to_thread(self._meter.measure, [each for _, each in living])
         use: dict[str, list[RankUsage]] = {}
         for uid, attempt in living:
-            if attempt.pid in metrics_uri:
-                own = RankUsage(attempt.rank, attempt.attempt, metrics_uri[attempt.pid])
+            if attempt.pid in measured:
+                own = RankUsage(attempt.rank, attempt.attempt, measured[attempt.pid])
                 use.setdefault(uid, []).append(own)
         return use
 
     def log_folder(self, training: Training) -> Path:
         return self._root / training.uid / "logs"
 
-    def _gang(self, training: Training) -> SupervisorClient:
-        if training.uid not in self._gangs:
+    def _supervisor(self, training: Training) -> SupervisorClient:
+        if training.uid not in self._supervisors:
             key = training.key
-            self._gangs[training.uid] = SupervisorClient(
+            self._supervisors[training.uid] = SupervisorClient(
                 self._root / training.uid, lambda: self._changed.put_nowait(key)
             )
-        return self._gangs[training.uid]
+        return self._supervisors[training.uid]
 
     def _free_slots(self) -> int:
         assert self._slots is not None
@@ -521,7 +559,7 @@ class LocalBackend(Executor):
             self._wake_next()
 
     def _capacity_for(self, training: Training) -> tuple[int | None, str, float | None]:
-        """How many ranks it may hold, what bounds them, and when to look again if nobody tells."""
+        """How many ranks it may hold, what bounds them, and when to observe again at the latest."""
         uid, target = training.uid, training.spec.world_size.target
         assigned, capacity, message = self._assigned.get(uid, 0), target, ""
         is_limited = self._slots is not None or self._share(training) is not None
@@ -530,7 +568,7 @@ class LocalBackend(Executor):
         if assigned < min(target, capacity):
             left, why = self._machine.free()
             if assigned + left < min(target, capacity):
-                return assigned + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
+                return assigned + left, f"{self._host} has too little left: {why}", CAPACITY_EVERY_S
         return (max(capacity, assigned) if is_limited else None), message, None
 
     def _turn_of(self, training: Training, assigned: int) -> tuple[int, str]:
@@ -546,7 +584,7 @@ class LocalBackend(Executor):
         if uid not in self._queue or self._queue.is_first(uid):
             return assigned + free, message
         more = self._queue.ranks_for(uid, self._free())
-        # In the same words until its turn comes: what changes would be written again each time.
+        # The same text until its turn comes: what changes would be written each time.
         return assigned + more, f"older trainings come first on {self._host}"
 
     def _share(self, training: Training) -> DeviceShare | None:
@@ -580,7 +618,7 @@ class LocalBackend(Executor):
         return Capacity(slots, self._devices.free)
 
     def _wake_next(self) -> None:
-        """Whoever may have more ranks now is looked at; how many wait behind costs nothing."""
+        """Has whoever may have more ranks now reconciled; how many wait behind costs nothing."""
         for turn in self._queue.turns(self._free()):
             self._changed.put_nowait(turn.waiting.key)
 
@@ -591,10 +629,7 @@ class LocalBackend(Executor):
         path = directory / "source" / source.filename
         if not path.exists():
             make_private(path.parent)
-            draft = path.with_name(path.name + ".new")
-            with open(draft, "wb", opener=private) as file:
-                file.write(source.content)
-            draft.replace(path)
+            write_file(path, source.content)
 
     def _observed_bench(self, training: Training) -> ObservedBench | None:
         return None if training.spec.bench.mode == "off" else self._bench.observe(training.uid)
@@ -630,7 +665,58 @@ def _being_restored(detail: str) -> Temporary:
     return Temporary(f"{detail}; its supervisor writes it again", retry_after_s=RESTORED_S)
 
 
-def _holds(gang: SupervisorClient) -> int:
-    """The number of ranks that a gang has, or may have under its wish."""
-    wanted: int = gang.gang().get("size", 0)
-    return max([wanted, *(attempt.rank + 1 for attempt in gang.facts.running())])
+def _holds(supervisor: SupervisorClient) -> int:
+    """The number of ranks that a training has, or may have under its desired state."""
+    wanted: int = supervisor.document().get("size", 0)
+    return max([wanted, *(attempt.rank + 1 for attempt in supervisor.facts.running())])
+
+
+def rendezvous_of(training: Training, host: str, before: dict[str, Any]) -> dict[str, Any]:
+    """The rendezvous in the desired state. A part that is there already, `before`, stays.
+
+    Raises Permanent when an etcd is needed and there is none.
+    """
+    if before:
+        return before
+    spec = training.spec
+    part: dict[str, Any] = {"backend": spec.rendezvous.backend, "etcd": "", "endpoint": ""}
+    part["keys"] = [f"{READY_DIR}/{host}"]  # one host, so all of its ranks reach each other
+    part["unset"] = list(unset_variables(spec, {**spec.nccl_env, **spec.env}))
+    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+        return part
+    if endpoint := os.environ.get(CONFIGURED_ETCD):
+        if split_endpoint(endpoint) is None:
+            raise Permanent(f"{CONFIGURED_ETCD}={endpoint!r}: expected host:port")
+        return {**part, "endpoint": endpoint}
+    return {**part, "etcd": find_etcd()}
+
+
+def observed_endpoint(training: Training, directory: Path) -> str:
+    rendezvous = read_rendezvous(directory)
+    if training.spec.rendezvous.backend == NO_BACKEND:
+        return ""
+    if training.spec.rendezvous.backend == ETCD_BACKEND:
+        return str(rendezvous.get("etcd", ""))
+    return f"127.0.0.1:{rendezvous['ports'][0]}" if rendezvous.get("ports") else ""
+
+
+def observed_mesh(training: Training, directory: Path) -> MeshStatus | None:
+    """The mesh is ready as soon as its keys are in etcd: all ranks share this host."""
+    spec = training.spec
+    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+        return None
+    rendezvous = read_rendezvous(directory)
+    has_keys = bool(rendezvous.get("etcd")) and not rendezvous.get("error")
+    return MeshStatus(
+        state=MeshState.READY if has_keys else MeshState.PENDING,
+        foreign_writes=int(rendezvous.get("foreignWrites", 0)),
+    )
+
+
+async def withdraw(wanted: dict[str, Any]) -> None:
+    """Deletes the gate's keys from an etcd that outlives the training."""
+    if not wanted.get("endpoint"):
+        return
+    async with EtcdKeys(wanted["endpoint"]) as keys:
+        for key in wanted["keys"]:
+            await keys.delete(key)

@@ -1,4 +1,4 @@
-"""The journal of a gang as a file: appended durably by one writer, followed by any reader.
+"""The journal of a local training: appended durably by one writer, followed by any reader.
 
 One line is one batch of records, `{"n":17,"r":[…]}`, and `n` grows by one. What is torn or rolled
 back has no newline, so no reader sees a part of it.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from atoll.agent.records import Facts
 from atoll.backends.local.processes import boot_id
+from atoll.files.writing import clear_way, write_file
 
 FORMAT = 2  # of the journal, in its first line
 # How often a supervisor shows that it lives, in the time stamp of its journal. A machine that loses
@@ -45,7 +46,7 @@ def time_of(facts: Facts, boot: str, up: float) -> float | None:
     return None if anchor is None or anchor.boot != boot else anchor.at + up - anchor.up
 
 
-RESERVE_BYTES = 64 * 1024  # set aside at the start, so that exits still fit on a full disk
+RESERVE_BYTES = 64 * 1024  # reserved at the start: exits of 16 ranks still fit on a full disk
 
 
 Record = Mapping[str, Any]
@@ -87,14 +88,14 @@ def read_batches(data: bytes, after: int) -> Iterator[tuple[int, list[Record]]]:
 
 def is_salvageable(path: Path) -> bool:
     """Whether a journal is broken, and begins with something that is not."""
-    match = 0
+    count = 0
     try:
         for _ in read_batches(path.read_bytes(), 0):
-            match += 1
+            count += 1
     except OSError:
         return False
     except ValueError:
-        return match > 0
+        return count > 0
     return False
 
 
@@ -111,7 +112,7 @@ class JournalReader:
 
     @property
     def facts(self) -> Facts:
-        """What has been read; never changed once it was handed out."""
+        """What has been read; never changed once it was returned."""
         return self._view[1]
 
     def refresh(self) -> bool:
@@ -142,14 +143,14 @@ class JournalReader:
         """Raises ValueError if the cursor does not fit the file, or a line is broken."""
         try:
             with self._path.open("rb") as file:
-                match = os.fstat(file.fileno())
-                if cursor.inode not in (0, match.st_ino) or match.st_size < cursor.offset:
+                status = os.fstat(file.fileno())
+                if cursor.inode not in (0, status.st_ino) or status.st_size < cursor.offset:
                     raise ValueError("it is another file")
                 file.seek(cursor.offset)
                 data = file.read()
         except (FileNotFoundError, NotADirectoryError):
             if cursor.inode:
-                raise ValueError("it is gone") from None
+                raise ValueError("it is missing") from None
             return cursor, []
         except IsADirectoryError:
             raise ValueError("it is a directory") from None
@@ -157,7 +158,7 @@ class JournalReader:
         for size, records in read_batches(data, batch):
             read_records += records
             offset, batch = offset + size, batch + 1
-        return Cursor(match.st_ino, offset, batch), read_records
+        return Cursor(status.st_ino, offset, batch), read_records
 
 
 class JournalWriter:
@@ -179,8 +180,8 @@ class JournalWriter:
         stamp = os.fstat(self._file).st_mtime
         try:
             self._take_over(data)
-            os.ftruncate(self._file, len(self._data))  # what a crash has torn was never told
-        except ValueError:  # the ranks are judged by what is whole
+            os.ftruncate(self._file, len(self._data))  # nobody has read what a crash has torn
+        except ValueError:  # the ranks are judged by the batches before it
             os.rename(path, path.with_name(path.name + ".damaged"))
             self._write_anew()
         self._anchor = self._own_anchor(boot_id())
@@ -212,7 +213,7 @@ class JournalWriter:
         return self._last_alive
 
     def is_of_this_boot(self) -> bool:
-        """Whether the journal tells the time of this boot, for readers and later supervisors."""
+        """Whether the journal has the time of this boot, for readers and later supervisors."""
         anchor = anchor_of(self.facts)
         return anchor is not None and anchor.boot == self._anchor.boot
 
@@ -243,7 +244,7 @@ class JournalWriter:
         if not records:
             return
         if not self._is_current():
-            # Where even the place for it is gone, it goes on in the file that has no name.
+            # Without even a directory for it, it goes on in the file that has no name.
             with contextlib.suppress(OSError):
                 self._write_anew()
         data, end = encode_batch(self._batches + 1, records), len(self._data)
@@ -273,15 +274,15 @@ class JournalWriter:
 
     def _is_current(self) -> bool:
         try:
-            match, own = os.stat(self._path), os.fstat(self._file)
+            current, own = os.stat(self._path), os.fstat(self._file)
         except OSError:
             return False
-        return os.path.samestat(match, own) and match.st_size == len(self._data)
+        return os.path.samestat(current, own) and current.st_size == len(self._data)
 
     def _write_anew(self) -> None:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         clear_way(self._path)
-        write_durably(self._path, bytes(self._data))
+        write_file(self._path, bytes(self._data))
         file = self._open()
         os.close(self._file)
         self._file = file
@@ -303,31 +304,3 @@ def reserve(file: int, end: int) -> None:
         )  # without a reserve, a full disk is handled by retrying
     except (OSError, AttributeError):
         return
-
-
-def clear_way(path: Path) -> None:
-    """Removes a directory where a file should be."""
-    if path.is_dir() and not path.is_symlink():
-        from shutil import rmtree  # supervisors start without it
-
-        rmtree(path)
-
-
-def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replaces the content of `path` by `data`, atomically."""
-    draft = path.with_name(path.name + ".new")
-    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(file, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

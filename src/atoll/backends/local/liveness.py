@@ -1,4 +1,4 @@
-"""Whether the keeper and the supervisor of a gang live, as far as their control plane can tell.
+"""Whether the watchdog and the supervisor of a training live, as far as a control plane can tell.
 
 The supervisor sends a heartbeat every second. Silence proves nothing: the listener may have been
 stopped, asleep or starved itself, and a supervisor that gets no CPU or waits for a disk is silent
@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.backends.local import processes
-from atoll.backends.local.files import RESTORE
+from atoll.backends.local.protocol import HEARTBEAT, RESTORE, WATCHDOG_FILE
 
-HEARTBEAT_S = 1.0
-HEARTBEAT = b"h"
-GROWN = b"j"  # the journal has
-MISSES = 3  # heartbeats in a row
+MISSES = 3  # heartbeats in a row: fewer are lost on a starved machine as well
 LATE_S = 2.0  # a tick this long after the last one does not count: the listener was held up
-HUNG = 30  # ticks without a sign of life, beyond which a process that does not run is given up
+HUNG = 30  # ticks in which it neither ran nor waited for CPU or disk: it will not answer any more
 
 
 class ProcessState(NamedTuple):
@@ -41,19 +38,19 @@ class Pair(NamedTuple):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nobody of it can act. A keeper that runs deals with a stopped supervisor."""
+        """Whether nobody of it can act. A watchdog that runs deals with a stopped supervisor."""
         processes_alive = [process for process in self if process is not None]
         return bool(processes_alive) and all(process.is_stopped for process in processes_alive)
 
 
 class HeartbeatMonitor:
-    """What is heard of one pair, by one listener. `tick` is called every `BEAT_S`."""
+    """The heartbeats of one pair at one client. `tick` is called every `HEARTBEAT_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ticked_at = clock()
         self._is_connected = True
-        self._has_beaten = False  # supervisors of release 0.1 never do
+        self._has_beaten = False
         self._misses = self._stopped = self._hung = 0
         self._progress: tuple[str, ...] = ()
         self._is_roused = False
@@ -63,7 +60,7 @@ class HeartbeatMonitor:
         self._has_beaten = self._has_beaten or HEARTBEAT in data
 
     def tick(self) -> bool:
-        """Return whether a heartbeat is missing, so that it is time to look at the pair."""
+        """Return whether a heartbeat is missing, so that it is time to judge the pair."""
         now, before = self._clock(), self._ticked_at
         self._ticked_at = now
         if self._is_connected or now - before >= LATE_S:
@@ -93,28 +90,28 @@ class HeartbeatMonitor:
 
 
 def pair_of(directory: Path) -> Pair:
-    """The processes in charge of a gang: by its mark, or by their command lines if that is lost."""
-    watchdog = _marked(directory)
+    """The processes in charge of a training: by the mark, or by command lines if that is lost."""
+    watchdog = _find_watchdog(directory)
     if watchdog is not None:
         arguments = processes.command_line(watchdog.pid)
         same = [
             p for p in processes.children(watchdog.pid) if processes.command_line(p) == arguments
         ]
         return Pair(watchdog, _process_state(same[0]) if same else None)
-    shims = shims_of(directory)
-    catching = [pid for pid in shims if processes.catches(pid, RESTORE)]
+    pids = supervision_pids(directory)
+    catching = [pid for pid in pids if processes.catches(pid, RESTORE)]
     # A child that waits to become a rank is like the supervisor that has forked it.
     supervisors = [pid for pid in catching if processes.parent(pid) not in catching]
-    watchdogs = [pid for pid in shims if pid not in catching and processes.parent(pid) not in shims]
+    watchdogs = [pid for pid in pids if pid not in catching and processes.parent(pid) not in pids]
     return Pair(
         _process_state(watchdogs[0]) if watchdogs else None,
         _process_state(supervisors[0]) if supervisors else None,
     )
 
 
-def shims_of(directory: Path) -> list[int]:
-    """The pids of all keepers and supervisors that were started for a gang."""
-    return [pid for pid in processes.all_pids() if _is_shim(pid, os.fsencode(directory))]
+def supervision_pids(directory: Path) -> list[int]:
+    """The pids of all watchdogs and supervisors that were started for a training."""
+    return [pid for pid in processes.all_pids() if _is_supervision(pid, os.fsencode(directory))]
 
 
 def ask_to_restore(supervisor: ProcessState) -> None:
@@ -138,19 +135,19 @@ def send(process: ProcessState, number: int) -> None:
         os.close(fd)
 
 
-def _marked(directory: Path) -> ProcessState | None:
-    """The keeper that the gang's mark names, if it lives."""
+def _find_watchdog(directory: Path) -> ProcessState | None:
+    """The watchdog that the mark names, if it lives."""
     try:
-        pid, start_ticks = map(int, (directory / "keeper").read_text().split())
+        pid, start_ticks = map(int, (directory / WATCHDOG_FILE).read_text().split())
     except (OSError, ValueError):
         return None
     process = _process_state(pid)
     return process if process is not None and process.start_ticks == start_ticks else None
 
 
-def _is_shim(pid: int, directory: bytes) -> bool:
+def _is_supervision(pid: int, directory: bytes) -> bool:
     arguments = processes.command_line(pid)
-    if processes.owner(pid) != os.geteuid():  # anybody can choose such words
+    if processes.owner(pid) != os.geteuid():  # anybody can choose such arguments
         return False
     return arguments[1:4] == [b"-S", b"-E", b"-c"] and directory in arguments[5:]
 

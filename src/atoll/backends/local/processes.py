@@ -1,4 +1,10 @@
-"""Processes of this machine, through /proc and prctl. A pid and its start time identify one."""
+"""Processes of this machine, through /proc, prctl and cgroups.
+
+A pid and its start time identify a process. Whatever a rank starts stays in the control group (v2)
+of its supervisor, though it clears its environment, leaves its session, and outlives every process
+of atoll. Each supervisor has a group of its own, for the reaper of a killed one ends all that is in
+its group: the ranks of the next supervisor are not there. Nothing is limited by it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,9 @@ import contextlib
 import ctypes
 import os
 import signal
+from pathlib import Path
 
+CGROUP_FILE = "cgroup"  # in a training's directory: where the group of its newest supervisor is
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -25,7 +33,7 @@ def adopt_orphans() -> None:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 if it is gone."""
+    """When the process started, in clock ticks since boot; 0 if it has ended."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
@@ -46,13 +54,13 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def parent(pid: int) -> int:
-    """The parent's pid; 0 if the process is gone."""
+    """The parent's pid; 0 if the process has ended."""
     fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
 
 
 def owner(pid: int) -> int | None:
-    """The user it runs as; None if it is gone."""
+    """The user it runs as; None if it has ended."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -60,7 +68,7 @@ def owner(pid: int) -> int | None:
 
 
 def command_line(pid: int) -> list[bytes]:
-    """The words it was started with; none if it is gone."""
+    """The arguments it was started with; none if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().split(b"\0")
@@ -145,3 +153,59 @@ def oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+def cgroup_for(directory: Path, supervisor: str, root: Path = Path("/")) -> str:
+    """The folder of the group that a supervisor would have; empty if this user may make none."""
+    own = _own_cgroup(root)
+    if own is None or not os.access(own, os.W_OK | os.X_OK):
+        return ""
+    return str(own / f"atoll-{directory.name}.{supervisor}")
+
+
+def enter_cgroup(directory: Path, folder: str) -> None:
+    """Puts this process, and with it all that it will start, into the group."""
+    if not folder:
+        return
+    with contextlib.suppress(OSError):  # ranks run without one
+        os.makedirs(folder, mode=0o755, exist_ok=True)
+        (directory / CGROUP_FILE).write_text(folder)
+        Path(folder, "cgroup.procs").write_text("0")
+
+
+def cgroup_members(directory: Path) -> set[int]:
+    """Processes in the group of an earlier supervisor or of this one, without this process."""
+    pids: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
+        pids = set(map(int, (_cgroup_of(directory) / "cgroup.procs").read_text().split()))
+    return pids - {os.getpid()}
+
+
+def remove_cgroup(directory: Path) -> None:
+    """Removes the group, if nothing is left in it."""
+    with contextlib.suppress(OSError, ValueError):
+        _cgroup_of(directory).rmdir()
+
+
+def _cgroup_of(directory: Path) -> Path:
+    """The folder that the file names. Raises OSError if there is no file, and ValueError
+    for one that is damaged or names the group of others."""
+    folder = Path((directory / CGROUP_FILE).read_text())
+    own = f"atoll-{directory.name}"
+    if folder.name != own and not folder.name.startswith(f"{own}."):
+        raise ValueError(f"{directory / CGROUP_FILE} names {folder}, no group of this training")
+    return folder
+
+
+def _own_cgroup(root: Path) -> Path | None:
+    """The folder of the group that this process is in."""
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    tops = [line.split()[4] for line in mounts if " - cgroup2 " in line]
+    paths = [line[3:] for line in groups if line.startswith("0::")]
+    if not tops or not paths or "/.." in paths[0]:
+        return None
+    return root / tops[0].lstrip("/") / paths[0].lstrip("/")

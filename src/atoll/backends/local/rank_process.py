@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from atoll.agent.process import ERROR_VARIABLE, RESULT_VARIABLE, exit_fields, result_fields
-from atoll.agent.records import RESULT, AttemptFacts, Due, exit_record, name_of
+from atoll.agent.records import AttemptFacts, Due, exit_record
 from atoll.backends.local import processes
 from atoll.backends.local.journal import Record
-from atoll.core.reasons import ExitReason
+from atoll.backends.local.protocol import error_file, result_file
+from atoll.core.phase import ExitReason
 from atoll.logs.segments import LogWriter
 
 GO = b"g"
@@ -46,7 +46,7 @@ class Process:
 
 def become_rank(
     directory: Path,
-    gang: dict[str, Any],
+    launch: dict[str, Any],
     due: Due,
     supervisor: int,
     limits: tuple[int, int],
@@ -72,11 +72,11 @@ def become_rank(
         if os.read(go, 1) != GO:
             # Not to run, and not to end with a code that could be taken for the command's own.
             os.kill(os.getpid(), signal.SIGKILL)
-        where = what = gang["working_dir"] or str(directory)
+        where = what = launch["working_dir"] or str(directory)
         os.chdir(where)
-        reason, what = ExitReason.COMMAND_NOT_FOUND, gang["command"][0]
-        env = environment_of(directory, gang, due)
-        os.execvpe(what, gang["command"], {**env, "PWD": where})
+        reason, what = ExitReason.COMMAND_NOT_FOUND, launch["command"][0]
+        env = environment_of(directory, launch, due)
+        os.execvpe(what, launch["command"], {**env, "PWD": where})
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             reason = ExitReason.CANNOT_RUN
@@ -86,16 +86,16 @@ def become_rank(
         os._exit(126 if reason is ExitReason.CANNOT_RUN else 127)
 
 
-def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
+def environment_of(directory: Path, launch: dict[str, Any], due: Due) -> dict[str, str]:
     """What an attempt of a rank finds."""
-    devices = gang.get("devices", {}).get(str(due.rank))
-    local_ranks = gang["local_ranks"]
+    devices = launch.get("devices", {}).get(str(due.rank))
+    local_ranks = launch["local_ranks"]
     return {
-        **gang["defaults"],
-        **gang["env"],
+        **launch["defaults"],
+        **launch["env"],
         **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}),
         **({"LOCAL_RANK": str(due.rank % local_ranks)} if local_ranks > 1 else {}),
-        **{name: str(due.rank) for name in gang["rank_variables"]},
+        **{name: str(due.rank) for name in launch["rank_variables"]},
         "ATOLL_ATTEMPT": str(due.attempt),
         "ATOLL_RESTARTS": str(due.restarts),
         "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
@@ -121,34 +121,38 @@ def attempt_end(
     return exit_record(rank, number, {**exit_fields(status, at), **result})
 
 
-def end_key(attempt: AttemptFacts) -> str:
-    return f"{attempt.pid}.{attempt.start_ticks}"
+class StartBarrier:
+    """Held-back ranks by (rank, attempt). A child runs once it reads a byte from the pipe."""
 
+    def __init__(self) -> None:
+        self.go_out, self._go_in = os.pipe2(os.O_CLOEXEC)
+        self.waiting: dict[tuple[int, int], Process] = {}
 
-def write_ends(directory: Path, ends: dict[str, float]) -> None:
-    """Tells a supervisor that was stopped when its ranks were first seen dead, by `end_key`.
+    @property
+    def files(self) -> tuple[int, int]:
+        return self.go_out, self._go_in
 
-    The times are those of the monotonic clock, which all processes of a machine share.
-    """
-    if ends:
-        draft = directory / "ends.new"
-        draft.write_text(json.dumps(ends))
-        draft.replace(directory / "ends")
+    def hold(self, process: Process) -> None:
+        self.waiting[process.attempt.rank, process.attempt.attempt] = process
 
+    def of(self, pid: int) -> Process | None:
+        return next((p for p in self.waiting.values() if p.attempt.pid == pid), None)
 
-def read_ends(directory: Path) -> dict[str, float]:
-    try:
-        ends: dict[str, float] = json.loads((directory / "ends").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return ends
+    def release(self) -> None:
+        """Lets them run."""
+        os.write(self._go_in, GO * len(self.waiting))
+        self._close()
 
+    def disband(self) -> None:
+        """Ends them: none has run. They are left to be reaped."""
+        for process in self.waiting.values():
+            processes.kill(process.attempt.pid, signal.SIGKILL)
+            os.close(process.pidfd)
+            os.close(process.output)
+            process.log.close()
+        self.waiting.clear()
+        self._close()
 
-def result_file(directory: Path, rank: int, attempt: int) -> str:
-    """Return the file in which `atoll.set_result` writes."""
-    return str(directory / "results" / name_of(rank, attempt, RESULT))
-
-
-def error_file(directory: Path, rank: int, attempt: int) -> str:
-    """The file in which torch's @record and atoll's entry points write when and why they failed."""
-    return str(directory / "errors" / f"{rank}.{attempt}.json")
+    def _close(self) -> None:
+        os.close(self._go_in)
+        os.close(self.go_out)

@@ -29,47 +29,61 @@ from atoll.agent.records import (
     is_unwanted,
     start_record,
 )
-from atoll.backends.local import cgroup, processes
-from atoll.backends.local.files import RESTORE, SOCKET, bound_socket, read_gang, write_gang
+from atoll.backends.local import processes
 from atoll.backends.local.journal import JOURNAL_STAMP_S, JournalWriter, Record
-from atoll.backends.local.liveness import GROWN, HEARTBEAT, HEARTBEAT_S
-from atoll.backends.local.rank_process import (
-    Process,
-    attempt_end,
-    become_rank,
+from atoll.backends.local.protocol import (
+    FIRST_PAUSE_S,
+    FOLLOW_LOGS,
+    HEARTBEAT,
+    HEARTBEAT_S,
+    LEAVE_LOGS,
+    LOGS_GREW,
+    MAX_PAUSE_S,
+    RECORDS_GREW,
+    RESTORE,
+    SHORT,
+    SOCKET,
+    bound_socket,
     end_key,
     error_file,
-    lost_record,
+    read_desired,
     read_ends,
+    waiting_message,
+    write_desired,
+)
+from atoll.backends.local.rank_process import (
+    Process,
+    StartBarrier,
+    attempt_end,
+    become_rank,
+    lost_record,
 )
 from atoll.backends.local.rendezvous import Rendezvous
-from atoll.backends.local.shortage import FIRST_PAUSE_S, MAX_PAUSE_S, SHORT, waiting_message
-from atoll.backends.local.start_barrier import StartBarrier
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
     kill_descendants,
     kill_orphans,
+    mark_for,
     mark_of,
-    watchdog_output,
     write_mark,
 )
-from atoll.core.lines import split_lines
-from atoll.core.reasons import ExitReason
-from atoll.core.retry import Retry
+from atoll.core.clock import Retry
+from atoll.core.phase import ExitReason
+from atoll.core.text import split_lines
 from atoll.logs.segments import last_lines
 
-PIPE_BYTES = 1 << 20
-TAIL_LINES = 20
-TAIL_CHARS = 4096
-SEARCHED_LINES = 1000
-SWEEP_EVERY_S = 0.05
-KILL_AGAIN_S = 1.0
-SLICE_S = 0.05  # how long ranks are forked before others are heard again
+PIPE_BYTES = 1 << 20  # what Linux lets any user set: a rank that prints waits less often
+TAIL_LINES, TAIL_CHARS = 20, 4096  # of the log in an exit: a record in a journal has 4 KiB
+SEARCHED_LINES = 1000  # for the failure: tracebacks of eight processes and torchrun's report
+SWEEP_EVERY_S = 0.05  # a listing of /proc each, and what an ended rank left delays its next attempt
+KILL_AGAIN_S = 1.0  # a process that waits for a disk does not end at the first SIGKILL
+RANKS_A_MESSAGE = 1000  # some 6 kB: the kernel takes so little as a whole or not at all
+SLICE_S = 0.05  # how long ranks are forked before clients and exits are served again
 
 
 def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
-    """Runs the loop. `is_heir`: an earlier shim was killed and may have left processes behind."""
+    """Runs the loop. `is_heir`: an earlier one was killed and may have left processes behind."""
     Supervisor(directory, listener, is_heir=is_heir).run()
 
 
@@ -77,24 +91,25 @@ class Supervisor:
     def __init__(self, directory: Path, listener: int, *, is_heir: bool) -> None:
         self._directory = directory
         self._pid = os.getpid()
-        self._watchdog = watchdog_output(os.getppid())
+        self._watchdog = mark_for(os.getppid())
         self._journal = JournalWriter(directory / "journal")
         self._desired: dict[str, Any] = {}  # as it was written
-        self._gang: dict[str, Any] = {}  # with what ranks are told of their rendezvous
+        self._launch: dict[str, Any] = {}  # with the environment of the rendezvous
         self._listener = socket.socket(fileno=listener)
         self._clients: dict[int, socket.socket] = {}
+        self._followers: dict[int, set[int]] = {}  # by client: ranks whose logs grew, to be sent
         self._by_pid: dict[int, Process] = {}
         self._by_fd: dict[int, tuple[str, Process]] = {}
         self._swept: set[int] = set()  # ranks that ended and may have left processes behind
         self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
         self._oom_kills = processes.oom_kills()
         self._barrier: StartBarrier | None = None
-        self._heeded: Record | None = None  # the desired state by which ranks were told to stop
+        self._applied: Record | None = None  # the desired state by which ranks were stopped
         self._start_at = 0.0  # monotonic; not before, after a shortage
         self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._shortage = ""
         self._heartbeat_at = 0.0  # monotonic
-        self._signs_at = time.monotonic() + JOURNAL_STAMP_S  # the next sign of life in the journal
+        self._stamp_at = time.monotonic() + JOURNAL_STAMP_S  # the next sign of life in the journal
         self._rendezvous: Rendezvous | None = None
         self._prepare(is_heir)
 
@@ -102,9 +117,8 @@ class Supervisor:
         processes.adopt_orphans()
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))
-        self._umask = os.umask(
-            0o077
-        )  # what is written here is nobody else's; ranks get theirs back
+        # What is written here is nobody else's; ranks get their umask back.
+        self._umask = os.umask(0o077)
         self._epoll = select.epoll()
         self._listener.setblocking(False)
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
@@ -122,9 +136,9 @@ class Supervisor:
             kill_orphans(left, self._directory, self._directory.name)
             lost = [lost_record(self._directory, a, {}, ends[a.rank]) for a in left]
             append_persistently(self._journal, lost)
-            cgroup.remove(self._directory)
-        shim = os.environ["ATOLL_SUPERVISOR"]
-        cgroup.enter(self._directory, cgroup.group_for(self._directory, shim))
+            processes.remove_cgroup(self._directory)
+        own = os.environ["ATOLL_SUPERVISOR"]
+        processes.enter_cgroup(self._directory, processes.cgroup_for(self._directory, own))
 
     def run(self) -> None:
         if self._accept_desired():
@@ -141,11 +155,12 @@ class Supervisor:
             return False
         ended: list[Process] = []
         for fd, _ in self._epoll.poll(
-            min([*later, *self._send_heartbeat(), self._show_heartbeat()])
+            min([*later, *self._send_heartbeat(), self._stamp_journal()])
         ):
             self._handle(fd, ended)
         if ended:
             self._finish(ended)
+        self._notify_followers()
         return True
 
     def _handle(self, fd: int, ended: list[Process]) -> None:
@@ -170,7 +185,7 @@ class Supervisor:
     # What there is to do
 
     def _act(self) -> list[float]:
-        """Starts, kills and sweeps what is due. Returns in how many seconds the rest is due."""
+        """Starts, kills and sweeps what is due. Returns in how many seconds more is due."""
         now, later = time.monotonic(), self._start_due()
         if self._rendezvous is not None and (later or self._by_pid):
             left = self._rendezvous.heal()
@@ -198,7 +213,7 @@ class Supervisor:
         now = self._journal.now()
         ready: list[Due] = []
         later: list[float] = []
-        for each in due(self._journal.facts, self._gang["max_restarts"]):
+        for each in due(self._journal.facts, self._launch["max_restarts"]):
             left_s = 0.0 if each.after is None else each.after["at"] + each.delay_s - now
             if each.rank in self._swept:
                 later.append(SWEEP_EVERY_S)  # its last attempt is still being cleared away
@@ -215,16 +230,16 @@ class Supervisor:
     def _stop_unwanted(self, now: float) -> None:
         """Tell ranks to stop; only a new desired state can make a rank unwanted."""
         desired = self._journal.facts.desired
-        if desired is None or desired is self._heeded:
+        if desired is None or desired is self._applied:
             return
-        self._heeded = desired
+        self._applied = desired
         for process in self._by_pid.values():
             attempt = process.attempt
             if process.is_stopping or not is_unwanted(desired, attempt.rank, attempt.attempt):
                 continue
             process.is_stopping = True
             process.stop_requested_at = time.time()
-            process.kill_at = now + self._gang["stop_grace_s"]
+            process.kill_at = now + self._launch["stop_grace_s"]
             processes.kill_leader(attempt.pid, signal.SIGTERM)
             processes.kill_leader(attempt.pid, signal.SIGCONT)
 
@@ -233,7 +248,7 @@ class Supervisor:
     def _start(self, ready: list[Due]) -> list[float]:
         """Forks, journals, then lets the ranks run: a running rank is always in the journal.
 
-        It forks for a while only, so that wishes and exits are heard in between. Returns in how
+        It forks for a while only, so that clients and exits are served in between. Returns in how
         many seconds to go on.
         """
         if (left := self._start_at - time.monotonic()) > 0:
@@ -248,11 +263,11 @@ class Supervisor:
                     continue
                 if time.monotonic() > until:
                     return [0.0]
-                self._barrier.hold(self._forked(each, self._barrier))
+                self._barrier.hold(self._fork_process(each, self._barrier))
             started = list(self._barrier.waiting.values())
             self._journal.append([p.attempt.start for p in started if p.attempt.start])
         except OSError as error:  # too many processes or files, or a full disk: nothing ran
-            return [self._wait_for_room(len(ready), error)]
+            return [self._wait_for_capacity(len(ready), error)]
         for process in started:
             self._watch(process)
         self._barrier.release()
@@ -262,7 +277,7 @@ class Supervisor:
         self._notify_clients()
         return []
 
-    def _wait_for_room(self, wanted: int, error: OSError) -> float:
+    def _wait_for_capacity(self, wanted: int, error: OSError) -> float:
         self._disband()
         seconds = self._pauses.pause_s() or MAX_PAUSE_S
         self._start_at = time.monotonic() + seconds
@@ -277,16 +292,16 @@ class Supervisor:
 
     def _open_rendezvous(self) -> bool:
         if self._rendezvous is None:
-            self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
+            self._rendezvous = Rendezvous(self._directory, self._launch["rendezvous"])
         try:
             env = self._rendezvous.open()
         except OSError:
             self._notify_clients()  # the cause is in its file
             return False
-        self._gang["env"] = {**env, **self._gang["env"]}
+        self._launch["env"] = {**env, **self._launch["env"]}
         return True
 
-    def _forked(self, due: Due, barrier: StartBarrier) -> Process:
+    def _fork_process(self, due: Due, barrier: StartBarrier) -> Process:
         """A child that waits to become the rank."""
         output, output_in = os.pipe2(os.O_CLOEXEC)
         try:
@@ -301,7 +316,7 @@ class Supervisor:
                     up=time.monotonic(),
                 )
                 attempt = AttemptFacts(due.rank, due.attempt, None, start, None)
-                logs, log_bytes = self._directory / "logs", self._gang.get("log_bytes")
+                logs, log_bytes = self._directory / "logs", self._launch.get("log_bytes")
                 return Process(attempt, output, logs, log_bytes, self._journal.now)
             except OSError:
                 processes.kill(pid)  # it is reaped with the orphans
@@ -316,7 +331,7 @@ class Supervisor:
             if pid == 0:
                 os.close(go[1])
                 become_rank(
-                    self._directory, self._gang, due, self._pid, self._limits,
+                    self._directory, self._launch, due, self._pid, self._limits,
                     umask=self._umask, go=go[0], output=output, failures=self._failures_in,
                 )  # fmt: skip
             return pid
@@ -346,7 +361,7 @@ class Supervisor:
             status = (
                 child.si_status << 8 if child.si_code == os.CLD_EXITED else child.si_status & 0x7F
             )
-            records.append(self._explained(process, status))
+            records.append(self._exit_of(process, status))
         append_persistently(self._journal, records)
         for process in ended:
             # Before it is reaped: until then no other process can get its pid.
@@ -362,12 +377,12 @@ class Supervisor:
             self._swept.add(process.attempt.rank)
         self._notify_clients()
 
-    def _explained(self, process: Process, status: int) -> Record:
+    def _exit_of(self, process: Process, status: int) -> Record:
         attempt = process.attempt
         record = attempt_end(self._directory, attempt, status, self._end_of(attempt))
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
         text = own_record(error_file(self._directory, attempt.rank, attempt.attempt))
-        # A rank that failed by itself may still be unwinding when it is told to stop.
+        # A rank that failed by itself may still be unwinding when it is stopped.
         is_stopped = process.is_stopping and text.get("failedAt", inf) >= process.stop_requested_at
         if is_stopped:
             record["stopped"] = True
@@ -434,6 +449,8 @@ class Supervisor:
             return
         if data:
             process.log.write(data)
+            for grown in self._followers.values():
+                grown.add(process.attempt.rank)
         else:
             self._ignore(process.output)  # closed by the rank, which may keep running
 
@@ -444,23 +461,23 @@ class Supervisor:
     # The control plane
 
     def _accept_desired(self) -> bool:
-        """Takes over the newest wish. False if there is none to go by.
+        """Takes over the newest desired state. False if there is none to go by.
 
         One that is lost or damaged is written again as it was, and so is one of an older time.
         """
-        gang, facts = read_gang(self._directory), self._journal.facts
-        if not gang or gang["version"] < max(self._desired.get("version", 0), facts.version):
+        desired, facts = read_desired(self._directory), self._journal.facts
+        if not desired or desired["version"] < max(self._desired.get("version", 0), facts.version):
             if self._desired:
                 with contextlib.suppress(OSError):  # a full disk: the next message tries again
-                    write_gang(self._directory, self._desired)
+                    write_desired(self._directory, self._desired)
             return bool(self._desired)
-        self._desired, self._gang = gang, dict(gang)
-        if gang["version"] == facts.version and self._journal.is_of_this_boot():
+        self._desired, self._launch = desired, dict(desired)
+        if desired["version"] == facts.version and self._journal.is_of_this_boot():
             return True
         record = desired_record(
-            gang["version"],
-            gang["size"],
-            gang["discarded"],
+            desired["version"],
+            desired["size"],
+            desired["discarded"],
             facts.desired,
             facts.newest(),
             **self._journal.stamp(),
@@ -472,14 +489,14 @@ class Supervisor:
     def _restore(self) -> None:
         """Writes again what somebody has deleted or damaged of the files that others go by."""
         is_changed = False
-        # On a full disk, or without a place for the directory, the next message tries again.
+        # On a full disk, or without the state directory, the next message tries again.
         with contextlib.suppress(OSError):
             is_changed = self._journal.restore()
         self._accept_desired()
         with contextlib.suppress(OSError):
             write_mark(mark_of(self._directory), self._watchdog)
-            match = _socket_at(self._directory / SOCKET)
-            if match is None or match != self._socket_file:
+            current = _socket_at(self._directory / SOCKET)
+            if current is None or current != self._socket_file:
                 self._listen_anew()
         if is_changed:
             self._notify_clients()
@@ -499,34 +516,56 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
-            client.send(GROWN)  # what was journalled before it was accepted
+            client.send(RECORDS_GREW)  # what was recorded before it was accepted
             client.send(HEARTBEAT)  # from here on, every second
             self._report_shortage([client])
 
     def _receive(self, fd: int) -> None:
-        """Any byte means: there is a new wish, or something is amiss with the files."""
+        """Clients follow logs or leave them. Any other byte means: there is a new desired state, or
+        something is amiss with the files."""
         try:
             data = self._clients[fd].recv(4096)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if data:
-            self._restore()
+        if not data:
+            self._epoll.unregister(fd)
+            self._clients.pop(fd).close()
+            self._followers.pop(fd, None)
             return
-        self._epoll.unregister(fd)
-        self._clients.pop(fd).close()
+        for byte in (data[at : at + 1] for at in range(len(data))):
+            if byte == FOLLOW_LOGS:
+                self._followers.setdefault(fd, set())
+                # What was printed before this was not sent.
+                self._send(LOGS_GREW + b"\n", [self._clients[fd]])
+            elif byte == LEAVE_LOGS:
+                self._followers.pop(fd, None)
+        if data.strip(FOLLOW_LOGS + LEAVE_LOGS):
+            self._restore()
 
     def _notify_clients(self) -> None:
-        """The journal has grown. A full buffer already says so."""
-        self._send(GROWN, self._clients.values())
+        """The journal has grown. A full buffer says so already."""
+        self._send(RECORDS_GREW, self._clients.values())
+
+    def _notify_followers(self) -> None:
+        """Once a turn, so that many lines cost one message. Ranks stay pending while the buffer of
+        a client is full."""
+        for fd, grown in self._followers.items():
+            while grown:
+                ranks = sorted(grown)[:RANKS_A_MESSAGE]
+                try:
+                    self._clients[fd].send(LOGS_GREW + ",".join(map(str, ranks)).encode() + b"\n")
+                except OSError:
+                    break
+                grown.difference_update(ranks)
 
     def _report_shortage(self, clients: Iterable[socket.socket]) -> None:
         if self._shortage:
             self._send(SHORT + self._shortage.encode() + b"\n", clients)
 
     def _send_heartbeat(self) -> list[float]:
-        """Tells clients every second that it lives. Returns in how many seconds the next is due."""
+        """Sends a heartbeat every second. Returns in how many seconds the next is due."""
         if not self._clients:
             return []
         now = time.monotonic()
@@ -535,13 +574,13 @@ class Supervisor:
             self._heartbeat_at = now + HEARTBEAT_S
         return [self._heartbeat_at - now]
 
-    def _show_heartbeat(self) -> float:
-        """A sign of life in the journal now and then. Returns in how many seconds it is due."""
+    def _stamp_journal(self) -> float:
+        """Stamps the journal now and then. Returns in how many seconds it is due."""
         now = time.monotonic()
-        if now >= self._signs_at:
+        if now >= self._stamp_at:
             self._journal.heartbeat()
-            self._signs_at = now + JOURNAL_STAMP_S
-        return self._signs_at - now
+            self._stamp_at = now + JOURNAL_STAMP_S
+        return self._stamp_at - now
 
     def _send(self, data: bytes, clients: Iterable[socket.socket]) -> None:
         for client in clients:
@@ -562,7 +601,7 @@ class Supervisor:
         return max(latest, attempt.started_at or 0.0)
 
     def _end_of(self, attempt: AttemptFacts) -> float:
-        """When a rank that has just been found dead ended, as well as that can be known."""
+        """When a rank that was just noticed to be dead ended, as well as that can be known."""
         now = self._journal.now()
         uptime = read_ends(self._directory).get(end_key(attempt))
         late_s = 0.0 if uptime is None else max(time.monotonic() - uptime, 0.0)
@@ -572,7 +611,7 @@ class Supervisor:
 def _socket_at(path: Path) -> tuple[int, int] | None:
     """Tells one socket from another; None if there is none."""
     try:
-        match = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return (match.st_dev, match.st_ino) if stat.S_ISSOCK(match.st_mode) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None

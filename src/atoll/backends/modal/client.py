@@ -7,9 +7,9 @@ is looked into, and whatever is not there is not known.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import modal
@@ -19,7 +19,7 @@ from modal._utils.async_utils import synchronizer
 from atoll.backends.modal.options import ModalOptions
 from atoll.backends.modal.render import SandboxRequest
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
 
 T = TypeVar("T")
 
@@ -34,9 +34,15 @@ ENDS = {
     "GENERIC_STATUS_TERMINATED": ExitReason.DELETED,
     "GENERIC_STATUS_TIMEOUT": ExitReason.TIME_LIMIT,
 }
-TERMINATED, TIMEOUT = "GENERIC_STATUS_TERMINATED", "GENERIC_STATUS_TIMEOUT"
-INVENTED = {TERMINATED, TIMEOUT}
+INVENTED = {"GENERIC_STATUS_TERMINATED", "GENERIC_STATUS_TIMEOUT"}
 SETTINGS = (("token_id", "token_secret"), ("oauth_refresh_token", "oauth_client_id"))
+# What Modal will never do; a RemoteError says that the image cannot be had.
+REFUSED = (
+    failures.InvalidError,
+    failures.NotFoundError,
+    failures.PermissionDeniedError,
+    failures.RemoteError,
+)
 CREDENTIALS = (
     "Modal needs credentials: 'modal token new' writes them, or set MODAL_TOKEN_ID and "
     "MODAL_TOKEN_SECRET"
@@ -109,53 +115,51 @@ class Sandboxes:
         """The app, which is made where it does not exist. Raises Permanent without credentials."""
         async with self._turn:
             if self._app is None:
-                async with _warned("the app", self._options.app):
-                    self._client = await answer(modal.Client.from_env.aio())
-                    self.questions["app"] += 1
-                    self._app = await answer(
-                        modal.App.lookup.aio(
-                            self._options.app,
-                            create_if_missing=True,
-                            environment_name=self._options.environment,
-                            client=self._client,
-                        )
+                app, environment = self._options.app, self._options.environment
+
+                async def look_up() -> Any:
+                    self._client = await modal.Client.from_env.aio()
+                    return await modal.App.lookup.aio(
+                        app,
+                        create_if_missing=True,
+                        environment_name=environment,
+                        client=self._client,
                     )
+
+                self._app = await self._ask("app", app, look_up)
         return self._app
 
     async def hello(self) -> None:
         """Whether the service answers, and takes the credentials."""
         await self.open()
-        async with _warned("the service", ""):
-            self.questions["hello"] += 1
-            await answer(self._client.hello.aio())
+        await self._ask("hello", "", lambda: self._client.hello.aio())
 
     async def create(self, request: SandboxRequest) -> str:
         """The id of the new sandbox. With a GPU it waits for room, for up to 21 minutes.
 
         Raises AlreadyStarted, NoRoom, Temporary, or Permanent for what Modal will never do.
         """
-        app = await self.open()
-        options = self._options
-        async with _warned("a sandbox", request.name):
-            self.questions["create"] += 1
-            sandbox = await answer(
-                modal.Sandbox.create.aio(
-                    *request.command,
-                    app=app,
-                    name=request.name,
-                    tags=request.tags,
-                    image=self._image(request.image),
-                    secrets=[self._secret(name) for name in options.secrets],
-                    timeout=request.timeout_s,
-                    gpu=request.gpu,
-                    cloud=options.cloud,
-                    region=options.region,
-                    cpu=request.cpu,
-                    memory=request.memory,
-                    volumes=self._volumes(),
-                    client=self._client,
-                )
-            )
+        app, options = await self.open(), self._options
+        sandbox = await self._ask(
+            "create",
+            request.name,
+            lambda: modal.Sandbox.create.aio(
+                *request.command,
+                app=app,
+                name=request.name,
+                tags=request.tags,
+                image=self._image(request.image),
+                secrets=[self._secret(name) for name in options.secrets],
+                timeout=request.timeout_s,
+                gpu=request.gpu,
+                cloud=options.cloud,
+                region=options.region,
+                cpu=request.cpu,
+                memory=request.memory,
+                volumes=self._volumes(),
+                client=self._client,
+            ),
+        )
         return str(sandbox.object_id)
 
     async def running(self, tags: dict[str, str], expected: Collection[str] = ()) -> set[str]:
@@ -164,65 +168,79 @@ class Sandboxes:
         The listing ends with an empty page. It is not asked for where all expected ones were seen.
         """
         app = await self.open()
-        ids: set[str] = set()
-        missing = set(expected)
-        async with _warned("the list of sandboxes", ""):
-            self.questions["list"] += 1
+
+        async def read() -> set[str]:
+            ids: set[str] = set()
             listing = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=self._client)
             while (sandbox := await answer(anext(listing, None))) is not None:
                 ids.add(str(sandbox.object_id))
-                if expected and not missing - ids:
+                if expected and ids >= set(expected):
                     break
-        return ids
+            return ids
+
+        return await self._ask("list", "", read)
 
     async def tags(self, sandbox_id: str) -> dict[str, str]:
         await self.open()
-        async with _warned("the tags of", sandbox_id):
-            self.questions["tags"] += 1
-            sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
-            return dict(await answer(sandbox.get_tags.aio()))
 
-    async def end_of(self, sandbox_id: str) -> SandboxEnd | None:
-        """How it ended; None while it has not."""
-        await self.open()
-        async with _warned("the end of", sandbox_id):
-            self.questions["end"] += 1
-            try:
-                sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
-            except failures.NotFoundError:
-                return SandboxEnd(None, "", f"Modal no longer knows the sandbox {sandbox_id}")
-        return _end_of(sandbox)
+        async def read() -> dict[str, str]:
+            return dict(await (await self._sandbox(sandbox_id)).get_tags.aio())
 
-    async def end_by_name(self, name: str) -> SandboxEnd | None:
-        """The same of the newest sandbox that had the name, whoever has started it."""
+        return await self._ask("tags", sandbox_id, read)
+
+    async def end_of(self, *, id: str = "", name: str = "") -> SandboxEnd | None:
+        """How a sandbox ended, by its id or else the newest that had the name; None while it has
+        not."""
         await self.open()
-        async with _warned("the end of", name):
-            self.questions["end"] += 1
+
+        async def read() -> SandboxEnd | None:
             try:
-                sandbox = await answer(
-                    modal.Sandbox.from_name.aio(
-                        self._options.app,
-                        name,
-                        environment_name=self._options.environment,
-                        include_terminated=True,
-                        client=self._client,
-                    )
-                )
+                sandbox = await self._sandbox(id, name)
             except failures.NotFoundError:
-                return SandboxEnd(None, "", f"Modal knows no sandbox {name}")
-            await answer(sandbox.poll.aio())
-        return _end_of(sandbox)
+                return SandboxEnd(None, "", f"Modal knows no sandbox {id or name}")
+            if not id:
+                await sandbox.poll.aio()
+            return _end_of(sandbox)
+
+        return await self._ask("end", id or name, read)
 
     async def terminate(self, sandbox_id: str) -> None:
         """At once, with no signal that it could catch. Already ended is success."""
         await self.open()
-        async with _warned("to terminate", sandbox_id):
-            self.questions["terminate"] += 1
-            try:
-                sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
-                await answer(sandbox.terminate.aio())
-            except failures.NotFoundError:
-                return
+
+        async def end() -> None:
+            with contextlib.suppress(failures.NotFoundError):
+                await (await self._sandbox(sandbox_id)).terminate.aio()
+
+        await self._ask("terminate", sandbox_id, end)
+
+    async def _sandbox(self, id: str, name: str = "") -> Any:
+        if id:
+            return await modal.Sandbox.from_id.aio(id, client=self._client)
+        return await modal.Sandbox.from_name.aio(
+            self._options.app,
+            name,
+            environment_name=self._options.environment,
+            include_terminated=True,
+            client=self._client,
+        )
+
+    async def _ask(self, question: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """What the client answers. Its errors become ours, with what they are about."""
+        self.questions[question] += 1
+        about = " ".join(f"Modal, {question} {name}".split())
+        try:
+            return await answer(call())
+        except failures.AlreadyExistsError as error:
+            raise AlreadyStarted(name) from error
+        except failures.ResourceExhaustedError as error:
+            raise NoRoom(f"{about}: {_line(error)}", retry_after_s=30.0) from error
+        except failures.AuthError as error:
+            raise Permanent(f"{CREDENTIALS} ({_line(error)})") from error
+        except REFUSED as error:
+            raise Permanent(f"{about}: {_line(error)}") from error
+        except (failures.Error, OSError, TimeoutError) as error:
+            raise Temporary(f"{about}: {_line(error)}", retry_after_s=1.0) from error
 
     def _image(self, image: Any) -> Any:
         """None is Modal's own: Debian with the Python of this machine."""
@@ -273,26 +291,6 @@ def _result_of(sandbox: Any) -> tuple[str, str]:
         return str(kind.values_by_number[result.status].name), str(result.exception)
     except (AttributeError, KeyError, TypeError):
         return "", ""
-
-
-@asynccontextmanager
-async def _warned(what: str, name: str) -> AsyncIterator[None]:
-    """Turns the errors of the client into ours, with what it was about."""
-    about = f"Modal, {what} {name}".rstrip()
-    try:
-        yield
-    except failures.AlreadyExistsError as error:
-        raise AlreadyStarted(name) from error
-    except failures.ResourceExhaustedError as error:
-        raise NoRoom(f"{about}: {_line(error)}", retry_after_s=30.0) from error
-    except failures.AuthError as error:
-        raise Permanent(f"{CREDENTIALS} ({_line(error)})") from error
-    except (failures.InvalidError, failures.NotFoundError, failures.PermissionDeniedError) as error:
-        raise Permanent(f"{about}: {_line(error)}") from error
-    except failures.RemoteError as error:  # the image cannot be had
-        raise Permanent(f"{about}: {_line(error)}") from error
-    except (failures.Error, OSError, TimeoutError) as error:
-        raise Temporary(f"{about}: {_line(error)}", retry_after_s=1.0) from error
 
 
 def _line(error: BaseException) -> str:

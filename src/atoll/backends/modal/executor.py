@@ -1,41 +1,26 @@
 """The Modal backend: each attempt of a rank is a Sandbox, and its records are in an object store.
 
-The wish is in the store before the first sandbox is asked for, and a sandbox has its name and tags
-from it: whoever comes after a controller that was killed knows what was meant, and finds what runs.
+The desired state is in the store before the first sandbox is asked for, and a sandbox has its name
+and tags from it: whoever comes after a controller that was killed knows what was meant, and finds
+what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from atoll.agent.bucket import Objects
-from atoll.backends.bucket_backend import StoreBackend
+from atoll.backends.base import UID, StoreBackend, key_of
 from atoll.backends.modal.client import AlreadyStarted, Sandboxes, check_credentials
-from atoll.backends.modal.options import SUPPORTS, ModalOptions
-from atoll.backends.modal.render import (
-    ATTEMPT,
-    RANK,
-    planned_lifetime_s,
-    prefix_of,
-    render_sandbox,
-    sandbox_name,
-    tags_of,
-)
+from atoll.backends.modal.options import ModalOptions
+from atoll.backends.modal.render import planned_lifetime_s, render_sandbox, sandbox_name
 from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey, JobState, has_open_cause
-from atoll.core.config import options_of
+from atoll.backends.records import AttemptKey, JobState
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.executors import PlaneContext
-from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogLine, Training
-from atoll.logs.bucket import ObjectLogs
+from atoll.core.status import Training
 
 REFUSAL_S = 2.0  # how long a start waits for a refusal; what lasts longer goes on beside
-AT_ONCE = 32  # questions under way at a time
-UNSAID = "does its image have Python and atoll[store], and does it reach the store?"
+AT_ONCE = 32  # questions under way at a time: few for Modal's rate limit, enough to hide latency
 
 
 class _Gang:
@@ -48,14 +33,14 @@ class _Gang:
         self.refusal: Permanent | None = None
         self.trouble = ""
 
-    @property
-    def lives(self) -> set[str]:
-        """The ids of those that have not ended, as far as is known."""
-        return {id for id, key in self.keys.items() if key not in self.ends}
-
     def ids_of(self, keys: Sequence[AttemptKey]) -> list[str]:
         wanted = set(keys)
         return [id for id, key in self.keys.items() if key in wanted]
+
+    def raise_refusal(self) -> None:
+        if (error := self.refusal) is not None:
+            self.refusal = None
+            raise error
 
 
 class ModalBackend(StoreBackend):
@@ -63,39 +48,27 @@ class ModalBackend(StoreBackend):
 
     name = "modal"
     options_type = ModalOptions
-    SUPPORTS = SUPPORTS
+    SUPPORTS = ModalOptions.SUPPORTS
     job_variable = "MODAL_TASK_ID"
+    unclaimed_hint = "does its image have Python and atoll[store], and does it reach the store?"
+    options: ModalOptions
 
     def __init__(self, options: ModalOptions, *, clock: Callable[[], float] | None = None) -> None:
-        super().__init__(python=options.python, poll_s=options.poll_s, clock=clock)
-        self.options = options
+        super().__init__(options, clock=clock)
         self.sandboxes = Sandboxes(options)
         self._gangs: dict[str, _Gang] = {}
         self._creates = asyncio.Semaphore(options.creates)
         self._questions = asyncio.Semaphore(AT_ONCE)
 
-    @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> ModalBackend:
-        """Built from `[executors.NAME]`. Raises Permanent without credentials."""
-        backend = cls(options_of(ModalOptions, options))
+    def check_machine(self) -> None:
         check_credentials()
-        backend.name = name
-        return backend
 
     @classmethod
-    def preview(cls, options: ModalOptions, home: PlaneContext, training: Training) -> str:
-        """The sandboxes of the first attempts, as JSON. Modal is not asked."""
-        options.check(training.spec)
-        records = prefix_of(training, options, "records")
-        ranks = range(training.spec.world_size.target)
-        created = [render_sandbox(training, rank, 0, records, options)._asdict() for rank in ranks]
-        return json.dumps(created, indent=2, default=repr) + "\n"
+    def render(cls, training: Training, key: AttemptKey, options: ModalOptions) -> Json:
+        return render_sandbox(training, *key, options)._asdict()
 
     async def probe(self) -> None:
         await self.sandboxes.hello()
-
-    def check(self, spec: TrainingSpec) -> None:
-        self.options.check(spec)
 
     async def close(self) -> None:
         tasks = [task for gang in self._gangs.values() for task in gang.requested.values()]
@@ -103,24 +76,21 @@ class ModalBackend(StoreBackend):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # The verbs
-
     async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
         """Asks for all at once, and goes on where one of them has to wait for room."""
         gang = self._gang(training)
-        self._raise_refusal(gang)
-        tasks = []
-        for key in ((rank, attempt) for rank in ranks):
-            if key not in gang.requested:
-                gang.requested[key] = asyncio.create_task(self._create(training, gang, key))
-                tasks.append(gang.requested[key])
-        if tasks:
-            await asyncio.wait(tasks, timeout=REFUSAL_S)
-        self._raise_refusal(gang)
+        gang.raise_refusal()
+        new = [(rank, attempt) for rank in ranks if (rank, attempt) not in gang.requested]
+        for key in new:
+            gang.requested[key] = asyncio.create_task(self._create(training, gang, key))
+        if new:
+            await asyncio.wait([gang.requested[key] for key in new], timeout=REFUSAL_S)
+        gang.raise_refusal()
 
     async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         gang = self._gang(training)
-        running = await self.sandboxes.running(tags_of(training.uid), gang.lives)
+        lives = {id for id, key in gang.keys.items() if key not in gang.ends}
+        running = await self.sandboxes.running({UID: training.uid}, lives)
         await asyncio.gather(
             *(self._learn(gang, each) for each in running if each not in gang.keys)
         )
@@ -132,7 +102,8 @@ class ModalBackend(StoreBackend):
         detail = gang.trouble or "Modal is asked for it, and waits for room"
         for key in gang.requested:
             jobs.setdefault(key, JobState("pending", message=detail))
-        known = {*gang.keys.values(), *self._claims(training)}
+        reader = self._readers.get(training.uid)
+        known = {*gang.keys.values(), *(reader.claims() if reader else ())}
         departed = sorted(key for key in known if key not in jobs)
         ends = await asyncio.gather(*(self._end(training, gang, key) for key in departed))
         return {**jobs, **dict(zip(departed, ends, strict=True))}
@@ -144,59 +115,23 @@ class ModalBackend(StoreBackend):
                 task.cancel()
         await asyncio.gather(*map(self._terminate, gang.ids_of(attempts)))
 
-    # Where things are
-
     def launch(self, training: Training) -> Json:
-        return {
-            **super().launch(training),
-            "logs": self.prefix(training, "logs"),
-            "life_s": planned_lifetime_s(self.options, training.spec.stop_grace_s),
-        }
+        life_s = planned_lifetime_s(self.options, training.spec.stop_grace_s)
+        return {**super().launch(training), "life_s": life_s}
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
         gang = self._gangs.pop(training.uid, None)
-        if gang is not None:
-            for task in gang.requested.values():
-                task.cancel()
+        for task in gang.requested.values() if gang else ():
+            task.cancel()
         await super().clear(training, with_logs=with_logs)
-
-    def prefix(self, training: Training, part: str) -> str:
-        return prefix_of(training, self.options, part)
-
-    # Logs
-
-    async def log_offsets(
-        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
-    ) -> dict[int, int]:
-        return await self._logs_of(training, ranks).offsets(tail)
-
-    def logs_after(
-        self,
-        training: Training,
-        offsets: Mapping[int, int],
-        *,
-        ranks: Sequence[int] | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        return self._logs_of(training, ranks).lines(offsets, follow)
-
-    def _logs_of(self, training: Training, ranks: Sequence[int] | None) -> ObjectLogs:
-        prefix = self.prefix(training, "logs")
-        wanted = range(training.spec.world_size.max) if ranks is None else ranks
-        return ObjectLogs(lambda rank: Objects.open(f"{prefix}/{rank}"), list(wanted))
 
     # One sandbox
 
     def _gang(self, training: Training) -> _Gang:
         return self._gangs.setdefault(training.uid, _Gang())
 
-    def _raise_refusal(self, gang: _Gang) -> None:
-        if gang.refusal is not None:
-            error, gang.refusal = gang.refusal, None
-            raise error
-
     async def _create(self, training: Training, gang: _Gang, key: AttemptKey) -> None:
-        request = render_sandbox(training, *key, self.prefix(training, "records"), self.options)
+        request = render_sandbox(training, *key, self.options)
         try:
             async with self._creates:
                 gang.keys[await self.sandboxes.create(request)] = key
@@ -213,40 +148,25 @@ class ModalBackend(StoreBackend):
     async def _learn(self, gang: _Gang, sandbox_id: str) -> None:
         """Which attempt a sandbox is that somebody else has started."""
         async with self._questions:
-            tags = await self.sandboxes.tags(sandbox_id)
-        rank, attempt = tags.get(RANK, ""), tags.get(ATTEMPT, "")
-        if rank.isdigit() and attempt.isdigit():
-            gang.keys[sandbox_id] = int(rank), int(attempt)
-
-    def _claims(self, training: Training) -> set[AttemptKey]:
-        """The attempts that were claimed, whoever has started them."""
-        reader = self._readers.get(training.uid)
-        return set() if reader is None else reader.claims()
+            key = key_of(await self.sandboxes.tags(sandbox_id))
+        if key is not None:
+            gang.keys[sandbox_id] = key
 
     async def _end(self, training: Training, gang: _Gang, key: AttemptKey) -> JobState:
         """How a sandbox ended that is in no list. Where its rank's record says all, nobody is
         asked."""
-        if key in gang.ends:
-            return gang.ends[key]
-        reader = self._readers.get(training.uid)
-        record = None if reader is None else reader.exit_of(key)
-        if record is not None and not has_open_cause(record):
+        if key not in gang.ends:
             job = JobState("ended")
-        else:
-            ids = gang.ids_of([key])
-            async with self._questions:
-                if ids:
-                    end = await self.sandboxes.end_of(ids[-1])
-                else:
+            if not self.is_recorded(training, key):
+                ids = gang.ids_of([key])
+                async with self._questions:
                     name = sandbox_name(training.uid, *key)
-                    end = await self.sandboxes.end_by_name(name)
-            if end is None:
-                return JobState("running")  # the listing was late
-            is_claimed = key in self._claims(training)
-            detail = end.detail if is_claimed else f"{end.detail}: {UNSAID}"
-            job = JobState("ended", reason=end.reason, message=detail)
-        gang.ends[key] = job
-        return job
+                    end = await self.sandboxes.end_of(id=ids[-1] if ids else "", name=name)
+                if end is None:
+                    return JobState("running")  # the listing was late
+                job = JobState("ended", reason=end.reason, message=end.detail)
+            gang.ends[key] = job
+        return gang.ends[key]
 
     async def _terminate(self, sandbox_id: str) -> None:
         async with self._questions:

@@ -8,35 +8,25 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from atoll.backends.base import StoreOptions, separate_jobs
 from atoll.backends.modal.gpus import gpu_name, gpu_of
-from atoll.core.checks import check_bounds, check_strings, is_text
+from atoll.core.checks import check_strings, is_text
 from atoll.core.errors import ValidationError
-from atoll.core.extras import missing_package
 from atoll.core.model import SpecModel
-from atoll.core.quantities import parse_quantity
+from atoll.core.ports import ignore, refuse
 from atoll.core.spec import TrainingSpec
-from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
+from atoll.core.text import parse_quantity
 
 MAX_LIFETIME_S = 86_400  # of a sandbox
 MIN_LIFETIME_S = 60
 MIB = 2**20
-STORES = ("s3://", "gs://", "az://")
-STORE = "expected s3://, gs:// or az://: a store that Modal's containers and this machine reach"
 # As the client checks the names of its objects.
 OBJECT_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-SEPARATE = "expected none: sandboxes of Modal do not reach each other"
 SUPPORTS = (
-    refuse("mesh", SEPARATE),
-    refuse("bench", SEPARATE),
-    refuse(
-        "rendezvous_backend",
-        "expected 'none': sandboxes of Modal meet in an object store alone",
-        when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
-    ),
+    *separate_jobs("sandboxes of Modal"),
     refuse(
         "provider_filter", "expected none: the executor options cloud and region choose the place"
     ),
-    NO_STALL_RESTART,
     ignore("topology_spread", "Modal places sandboxes, see the options region and cloud"),
     ignore(
         "min_gpu_memory_gb",
@@ -49,14 +39,6 @@ SUPPORTS = (
         when=lambda spec, options: len(spec.resources.gpu_models) > 1,
     ),
 )
-
-
-def check_installed(name: str) -> None:
-    """Raises RuntimeError, with what to type, if the client of Modal is missing."""
-    try:
-        import modal  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise missing_package(name, error, "modal") from error
 
 
 class Bucket(SpecModel, frozen=True):
@@ -72,15 +54,17 @@ class Bucket(SpecModel, frozen=True):
     force_path_style: bool = False
 
 
-class ModalOptions(SpecModel, frozen=True):
+class ModalOptions(StoreOptions, frozen=True):
     """The options of ModalExecutor. Unset means: as Modal does it by default."""
+
+    SUPPORTS = SUPPORTS
+    LABEL, PACKAGE, EXTRA = "Modal", "modal", "modal"
+    OWN_VARIABLES = ("MODAL_",)
+    NEEDS_IMAGE = False  # without one, Modal's own: a name in a registry, or a modal.Image
 
     app: str = "atoll"
     environment: str | None = None
-    store: str | None = None  # records and logs of trainings that name no store of their own
-    image: Any = None  # of trainings that name none: a name in a registry, or a modal.Image
     registry_secret: str | None = None  # with the credentials of the registry
-    python: str = "python3"  # in the image; runs the wrapper, and a `source`
     secrets: list[str] = []  # by name: their values are variables of the ranks
     volumes: dict[str, str] = {}  # path -> volume
     buckets: dict[str, Bucket] = {}  # path -> bucket
@@ -91,17 +75,12 @@ class ModalOptions(SpecModel, frozen=True):
     memory: Annotated[int, Meta(ge=128, le=10**8)] | None = None  # MiB
     lifetime_s: Annotated[int, Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)] = MAX_LIFETIME_S
     creates: Annotated[int, Meta(ge=1, le=1000)] = 64  # at once: each may wait 21 min for room
-    # How often ranks look into the store whether they are to stop, and this machine whether they
-    # run. They show in every fifth look that they live.
-    poll_s: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         for field in ("app", "environment", "registry_secret"):
             if (name := getattr(self, field)) is not None:
                 check_object_name(field, name)
-        if self.store is not None:
-            check_store("store", self.store)
         check_strings("secrets", self.secrets)
         for at, secret in enumerate(self.secrets):
             check_object_name(f"secrets[{at}]", secret)
@@ -154,31 +133,11 @@ class ModalOptions(SpecModel, frozen=True):
             raise ValidationError(f"{field}.requester_pays", True, "expected a secret too")
 
     def check(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError if this training cannot run with these options."""
         check_image("image", spec.image)
-        self.store_of(spec)
+        super().check(spec)
         gpu_of(spec.resources, self.gpu)
         cores_of(spec, self)
         mebibytes_of(spec, self)
-        check_supported(spec, SUPPORTS, self)
-        for name in spec.env:
-            if name.startswith("MODAL_"):
-                raise ValidationError(
-                    f"env.{name}", spec.env[name], "expected another name: Modal sets those"
-                )
-
-    def store_of(self, spec: TrainingSpec) -> str:
-        """The store with the records of a training. Raises ValidationError if there is none."""
-        uri = self.store or spec.rendezvous.uri
-        if uri is None:
-            raise ValidationError("rendezvous_uri", None, f"{STORE}; or the executor option store")
-        check_store("rendezvous_uri", uri)
-        return uri
-
-
-def check_store(field: str, uri: object) -> None:
-    if not is_text(uri) or not str(uri).startswith(STORES) or not str(uri).partition("://")[2]:
-        raise ValidationError(field, uri, STORE)
 
 
 def check_object_name(field: str, name: object) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from atoll.backends.base import RECORDS, labels_of, prefix_of
 from atoll.backends.modal.gpus import gpu_of
 from atoll.backends.modal.options import ModalOptions, cores_of, mebibytes_of
 from atoll.core.status import Training
 
-UID, RANK, ATTEMPT = "atoll-uid", "atoll-rank", "atoll-attempt"
 # The wrapper, which says by the id of its container where it runs: all have one host name.
 WRAPPER = (
     "import os, sys; from atoll.agent.wrapper import main; "
@@ -37,29 +37,17 @@ def sandbox_name(uid: str, rank: int, attempt: int) -> str:
     return f"{uid[:32]}-r{rank}-a{attempt}"
 
 
-def tags_of(uid: str) -> dict[str, str]:
-    """What all sandboxes of a training have, and no other."""
-    return {UID: uid}
-
-
-def prefix_of(training: Training, options: ModalOptions, part: str) -> str:
-    """Where in the store something of the training is."""
-    store = options.store_of(training.spec).rstrip("/")
-    return f"{store}/atoll-ranks/{training.uid}/{part}".rstrip("/")
-
-
 def render_sandbox(
     training: Training,
     rank: int,
     attempt: int,
-    records: str,
     options: ModalOptions,
 ) -> SandboxRequest:
-    """`records` is where the sandbox finds what it runs, and leaves how that ended."""
-    spec = training.spec
+    """The sandbox finds what it runs under the prefix of its records, and leaves its end there."""
+    spec, records = training.spec, prefix_of(training, options, RECORDS)
     return SandboxRequest(
         name=sandbox_name(training.uid, rank, attempt),
-        tags={**tags_of(training.uid), RANK: str(rank), ATTEMPT: str(attempt)},
+        tags=labels_of(training.uid, (rank, attempt)),
         command=[options.python, "-c", WRAPPER, records, str(rank), str(attempt)],
         image=spec.image or options.image,
         timeout_s=options.lifetime_s,

@@ -1,12 +1,13 @@
-"""SageMaker and its logs through boto3, in threads. Errors are atoll's from here on."""
+"""SageMaker through boto3, in threads. Errors are atoll's from here on."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import boto3
@@ -19,7 +20,6 @@ from atoll.core.errors import Denied, Permanent, Temporary
 Json = dict[str, Any]
 
 PAGE = 100  # the most jobs that SageMaker lists in one answer
-LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 CONFIG = Config(
     connect_timeout=10, read_timeout=30, retries={"mode": "standard", "total_max_attempts": 3}
 )
@@ -53,9 +53,7 @@ def connect(options: SageMakerOptions) -> TrainingJobs:
             raise Permanent("SageMaker needs a region: the option region, or AWS_REGION")
         if session.get_credentials() is None:
             raise Permanent(f"SageMaker needs AWS credentials: {HINT}")
-        return TrainingJobs(
-            session.client("sagemaker", config=CONFIG), session.client("logs", config=CONFIG)
-        )
+        return TrainingJobs(session.client("sagemaker", config=CONFIG))
     except ProfileNotFound as error:
         raise Permanent(f"profile: {error}: name one of ~/.aws/config") from error
     except BotoCoreError as error:
@@ -65,9 +63,8 @@ def connect(options: SageMakerOptions) -> TrainingJobs:
 class TrainingJobs:
     """The requests that atoll sends, and how many of each."""
 
-    def __init__(self, client: Any, logs: Any) -> None:
+    def __init__(self, client: Any) -> None:
         self._client = client
-        self._logs = logs
         self.requested: Counter[str] = Counter()
         self.region: str = client.meta.region_name
         # A store that is not Amazon's own is one for the ranks, too.
@@ -75,89 +72,54 @@ class TrainingJobs:
 
     async def create(self, request: Json) -> None:
         """Raises NameTaken for a name that is taken."""
-        try:
-            await self._ask(self._client.create_training_job, **request)
-        except ClientError as error:
-            if _code(error) in IN_USE:
-                raise NameTaken from error
-            raise _translated(error) from error
+        if await self._ask(self._client.create_training_job, IN_USE, **request) is None:
+            raise NameTaken
 
-    async def summaries(self, stem: str, since: float) -> list[Json]:
-        """All jobs whose names contain `stem`: one question, in pages."""
+    async def summaries(self, stem: str, **since: datetime) -> tuple[list[Json], datetime | None]:
+        """All jobs whose names contain `stem`, created or changed since: one question, in pages.
+
+        And when it was answered, by AWS's clock.
+        """
         match: list[Json] = []
+        at: datetime | None = None
         token: dict[str, str] = {}
         while True:
-            page = await self._warned(
+            page = await self._ask(
                 self._client.list_training_jobs,
                 NameContains=stem,
-                CreationTimeAfter=datetime.fromtimestamp(since, UTC),
+                **since,
                 MaxResults=PAGE,
                 SortBy="CreationTime",
                 SortOrder="Ascending",
                 **token,
             )
+            assert page is not None
             match += page["TrainingJobSummaries"]
+            date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+            at = at or (parsedate_to_datetime(date) if date else None)
             if not page.get("NextToken"):
-                return match
+                return match, at
             token = {"NextToken": page["NextToken"]}
 
     async def describe(self, name: str) -> Json:
-        answer: Json = await self._warned(self._client.describe_training_job, TrainingJobName=name)
-        return answer
+        return await self._ask(self._client.describe_training_job, TrainingJobName=name) or {}
 
     async def stop(self, name: str) -> None:
         """Already ended, being stopped or unknown is success."""
-        try:
-            await self._ask(self._client.stop_training_job, TrainingJobName=name)
-        except ClientError as error:
-            if _code(error) not in (*MISSING, *REFUSED):
-                raise _translated(error) from error
+        ended = (*MISSING, *REFUSED)
+        await self._ask(self._client.stop_training_job, ended, TrainingJobName=name)
 
-    async def log_streams(self, name: str) -> list[str]:
-        """Those of one job, the oldest first; none while nothing was written."""
-        try:
-            answer = await self._ask(
-                self._logs.describe_log_streams,
-                logGroupName=LOG_GROUP,
-                logStreamNamePrefix=f"{name}/",
-            )
-        except ClientError as error:
-            if _code(error) in MISSING:
-                return []
-            raise _translated(error) from error
-        streams = sorted(answer["logStreams"], key=lambda each: each.get("creationTime", 0))
-        return [each["logStreamName"] for each in streams]
-
-    async def log_events(self, stream: str, **more: Any) -> Json:
-        try:
-            answer: Json = await self._ask(
-                self._logs.get_log_events, logGroupName=LOG_GROUP, logStreamName=stream, **more
-            )
-        except ClientError as error:
-            if _code(error) in MISSING:
-                return {"events": [], "nextForwardToken": more.get("nextToken")}
-            raise _translated(error) from error
-        return answer
-
-    async def delete_log(self, stream: str) -> None:
-        try:
-            await self._ask(
-                self._logs.delete_log_stream, logGroupName=LOG_GROUP, logStreamName=stream
-            )
-        except ClientError as error:
-            if _code(error) not in (*MISSING, *DENIED):  # logs may be kept by whoever owns them
-                raise _translated(error) from error
-
-    async def _warned(self, call: Callable[..., Any], **arguments: Any) -> Any:
-        try:
-            return await self._ask(call, **arguments)
-        except ClientError as error:
-            raise _translated(error) from error
-
-    async def _ask(self, call: Callable[..., Any], **arguments: Any) -> Any:
+    async def _ask(
+        self, call: Callable[..., Json], expected: Collection[str] = (), /, **arguments: Any
+    ) -> Json | None:
+        """The answer; None for an error of these codes. Other errors become ours."""
         self.requested[call.__name__] += 1
         try:
             return await asyncio.to_thread(call, **arguments)
+        except ClientError as error:
+            if _code(error) in expected:
+                return None
+            raise _translated(error) from error
         except NoCredentialsError as error:
             raise Permanent(f"SageMaker needs AWS credentials: {HINT}") from error
         except BotoCoreError as error:

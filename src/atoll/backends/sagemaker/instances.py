@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atoll.core.errors import ValidationError
-from atoll.core.quantities import parse_quantity
 from atoll.core.spec import Resources
+from atoll.core.text import parse_quantity
 
 
 class GpuInstance(NamedTuple):

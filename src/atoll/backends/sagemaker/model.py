@@ -11,7 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from atoll.backends.sagemaker.options import SageMakerOptions
+from atoll.backends.sagemaker.render import NAMES, render_job
 from atoll.core.errors import ValidationError
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import Training
 
 Json = dict[str, Any]
 
@@ -20,6 +24,14 @@ class RequestFlaw(NamedTuple):
     path: str  # such as `ResourceConfig.InstanceType`, `Tags[2].Key`
     value: Any
     expected: str
+
+
+def check_job(spec: TrainingSpec, options: SageMakerOptions) -> None:
+    """Raises ValidationError for what SageMaker would refuse of the longest request of a spec."""
+    longest = (spec.world_size.max - 1, spec.max_restarts)
+    untried = Training(namespace="x", uid="0" * 32, spec=spec)
+    request = render_job(untried, longest, options, region=options.region or "")
+    check_request("CreateTrainingJob", request, NAMES)
 
 
 def check_request(operation: str, request: Json, names: Mapping[str, str]) -> None:

@@ -7,20 +7,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atoll.backends.base import StoreOptions, separate_jobs
 from atoll.backends.sagemaker.instances import instance_for
-from atoll.core.checks import check_bounds, check_choice, check_strings, is_text
+from atoll.core.checks import check_choice, check_strings, is_text
 from atoll.core.errors import ValidationError
-from atoll.core.extras import missing_package
 from atoll.core.model import SpecModel
+from atoll.core.ports import ignore, refuse
 from atoll.core.spec import TrainingSpec
-from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 
 STOP_S = 120  # between SageMaker's SIGTERM and its SIGKILL
 MAX_S = 28 * 86_400  # of a job
 WARM_S = 21_600
-OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
-STORE = "expected s3://bucket/prefix: where the records of ranks are"
-SEPARATE = "expected none: training jobs do not reach each other"
 SUPPORTS = (
     refuse(
         "stop_grace_s",
@@ -32,17 +29,10 @@ SUPPORTS = (
         f"expected at most {MAX_S}: 28 days, as long as a job may run",
         when=lambda spec, options: (spec.deadline_s or 0) > MAX_S,
     ),
-    refuse("mesh", SEPARATE),
-    refuse("bench", SEPARATE),
-    refuse(
-        "rendezvous_backend",
-        "expected 'none': training jobs meet in an object store alone",
-        when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
-    ),
+    *separate_jobs("training jobs"),
     refuse(
         "provider_filter", "expected none: the executor options region and subnets choose the place"
     ),
-    NO_STALL_RESTART,
     ignore("topology_spread", "each rank is a job of its own, which SageMaker places"),
     *(
         ignore(
@@ -62,14 +52,6 @@ InputMode = Literal["File", "FastFile", "Pipe"]
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/\S*)?")
 
 
-def check_installed(name: str) -> None:
-    """Raises RuntimeError, with what to type, if boto3 is missing."""
-    try:
-        import boto3  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise missing_package(name, error, "sagemaker") from error
-
-
 class InputChannel(SpecModel, frozen=True):
     """Data in S3 that ranks find in `/opt/ml/input/data/NAME`."""
 
@@ -81,12 +63,15 @@ class InputChannel(SpecModel, frozen=True):
         check_choice("mode", self.mode, InputMode)
 
 
-class SageMakerOptions(SpecModel, frozen=True):
+class SageMakerOptions(StoreOptions, frozen=True):
     """The options of SageMakerExecutor. Unset means: as SageMaker does it by default."""
 
+    SUPPORTS = SUPPORTS
+    LABEL, PACKAGE, EXTRA = "SageMaker", "boto3", "sagemaker"
+    OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
+    STORES = ("s3://",)
+
     role: str = ""  # the ARN of the role that jobs run as
-    store: str | None = None  # records of ranks; unset: the store that a training names
-    image: str | None = None  # of trainings that name none
     region: str | None = None
     profile: str | None = None  # of the AWS configuration files
     instance_type: str | None = None  # of ranks that name no GPU
@@ -104,14 +89,12 @@ class SageMakerOptions(SpecModel, frozen=True):
     tags: dict[str, str] = {}
     channels: dict[str, InputChannel] = {}
     env: dict[str, str] = {}  # of the job, where values have 512 characters
-    python: str = "python3"  # in the image; runs the wrapper, and a `source`
     install: str | None = None  # for pip, where the image has no atoll: "atoll[store]"
-    poll_s: Annotated[float, Meta(ge=0.05, le=60)] = 2.0
     capacity_pause_s: Annotated[float, Meta(ge=0.05, le=3600)] = 60.0
     starts: Annotated[int, Meta(ge=1, le=100)] = 8  # requests at once
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         for field in ("store", "output", "checkpoints"):
             check_s3(field, getattr(self, field))
         for field in ("subnets", "security_groups"):
@@ -147,30 +130,17 @@ class SageMakerOptions(SpecModel, frozen=True):
         if not self.role:
             expected = "expected the executor option role: the ARN that jobs run as"
             raise ValidationError("role", self.role, expected)
-        if not (spec.image or self.image):
-            expected = "expected an image, of the training or of the executor"
-            raise ValidationError("image", spec.image, expected)
-        self.store_of(spec)
         self.instance_of(spec)
-        check_supported(spec, SUPPORTS, self)
-        for name, value in spec.env.items():
-            if name.startswith(OWN_VARIABLES):
-                expected = "expected another name: SageMaker sets those"
-                raise ValidationError(f"env.{name}", value, expected)
+        super().check(spec)
+        from atoll.backends.sagemaker.model import check_job
+
+        check_job(spec, self)
 
     def instance_of(self, spec: TrainingSpec) -> str:
         """The type of the instance that a rank has. Raises ValidationError if there is none."""
         return instance_for(spec.resources, self.instance_type)
 
-    def store_of(self, spec: TrainingSpec) -> str:
-        """The store with the records of a training. Raises ValidationError if there is none."""
-        uri = self.store or spec.rendezvous.uri
-        if uri is None:
-            raise ValidationError("rendezvous_uri", None, f"{STORE}; or the executor option store")
-        check_s3("rendezvous_uri", uri)
-        return uri.rstrip("/")
-
 
 def check_s3(field: str, uri: object) -> None:
     if uri is not None and not (is_text(uri) and _S3.fullmatch(str(uri))):
-        raise ValidationError(field, uri, STORE if "store" in field else "expected s3://bucket/…")
+        raise ValidationError(field, uri, "expected s3://bucket/prefix")

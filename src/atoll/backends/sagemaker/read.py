@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from atoll.backends.records import JobState
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
 
 Json = dict[str, Any]
 

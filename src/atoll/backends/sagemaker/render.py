@@ -7,6 +7,7 @@ import re
 import shlex
 from typing import Any
 
+from atoll.backends.base import UID, labels_of, wrapper_command
 from atoll.backends.records import AttemptKey
 from atoll.backends.sagemaker.instances import instance_for
 from atoll.backends.sagemaker.options import MAX_S, SageMakerOptions
@@ -14,7 +15,7 @@ from atoll.core.status import Training
 
 Json = dict[str, Any]
 
-UID, RANK, ATTEMPT, TRAINING = "atoll-uid", "atoll-rank", "atoll-attempt", "atoll-training"
+TRAINING = "atoll-training"
 # By which the end that SageMaker makes is after the one that atoll makes.
 MARGIN_S = 300
 # What callers call a part of a request.
@@ -65,11 +66,6 @@ def read_name(name: str, uid: str) -> tuple[AttemptKey, int] | None:
     return (int(match[2]), int(match[3])), int(match[4] or 0)
 
 
-def prefix_of(training: Training, options: SageMakerOptions, part: str) -> str:
-    """Where in the store something of the training is."""
-    return f"{options.store_of(training.spec)}/atoll-ranks/{training.uid}/{part}".rstrip("/")
-
-
 def render_job(
     training: Training,
     key: AttemptKey,
@@ -107,8 +103,7 @@ def render_job(
                 **options.tags,
                 UID: training.uid,
                 TRAINING: training.name,
-                RANK: str(rank),
-                ATTEMPT: str(attempt),
+                **labels_of(training.uid, key),
             }.items()
         ],
     }
@@ -148,8 +143,7 @@ def runtime_s(training: Training, options: SageMakerOptions) -> int:
 
 
 def _container(training: Training, key: AttemptKey, options: SageMakerOptions) -> Json:
-    records = prefix_of(training, options, "records")
-    wrapper = [options.python, "-m", "atoll.agent.wrapper", records, *map(str, key)]
+    wrapper = wrapper_command(training, key, options)
     if options.install is None:
         return {"ContainerEntrypoint": wrapper[:3], "ContainerArguments": wrapper[3:]}
     python = shlex.quote(options.python)

@@ -7,42 +7,32 @@ where these commands work, such as a login node, with a folder that all hosts se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from atoll.agent.bundle import FILE, wrapper_file
-from atoll.agent.metric_sinks import METRICS
-from atoll.agent.wrapper import Folder, code_root
+from atoll.agent.wrapper import code_root
+from atoll.backends.base import FolderBackend, run_command
 from atoll.backends.launch import RankLayout
-from atoll.backends.recorded import Json, RecordedBackend
+from atoll.backends.recorded import Json
 from atoll.backends.records import AttemptKey, JobState, Timing
-from atoll.backends.results import RESULTS
-from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
-from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
+from atoll.backends.slurm.options import SlurmOptions
+from atoll.backends.slurm.read import SQUEUE, QueuedTask, best_of, read_queue
 from atoll.backends.slurm.render import (
-    LOGS,
-    RECORDS,
-    TIMES_FILE,
     chunks,
     command_env,
     render_command,
     render_script,
     task_spans,
 )
-from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogLine, Training
-from atoll.files.ownership import check_directory, make_private, private
-from atoll.logs.files import read_lines, tail_offsets
+from atoll.core.status import Training
 
 COMMANDS = ("sbatch", "squeue", "scancel")
 # What sbatch says of requests that it will refuse at any time; everything else may pass.
@@ -67,24 +57,22 @@ NEVER = {
     "unrecognized option|invalid option": "sbatch",
 }
 TRY_S = 3.0  # how long a refusal is waited for
-SHARED_S = 0.2  # looks this close together share a question
+SHARED_S = 0.2  # observations this close together share a question
 KILL_WAIT_S = 30.0  # between Slurm's SIGTERM and its SIGKILL, where it does not say
 
 
-class SlurmBackend(RecordedBackend):
+class SlurmBackend(FolderBackend):
     """The Executor of Slurm. Options are those of `SlurmOptions`."""
 
     name = "slurm"
     options_type = SlurmOptions
-    SUPPORTS = SUPPORTS
+    SUPPORTS = SlurmOptions.SUPPORTS
     job_variable = "SLURM_JOB_ID"
     eviction_s = KILL_WAIT_S
+    options: SlurmOptions
 
-    def __init__(self, root: Path, options: SlurmOptions | None = None) -> None:
-        super().__init__()
-        options = options or SlurmOptions()
-        self.root = Path(os.path.expanduser(options.folder)) if options.folder else root
-        self.options = options
+    def __init__(self, options: SlurmOptions, root: Path) -> None:
+        super().__init__(options, root)
         self.python = options.python or sys.executable
         self._conf = os.path.expanduser(options.conf or os.environ.get("SLURM_CONF", ""))
         self.timing = Timing(heartbeat_timeout_s=options.heartbeat_timeout_s)
@@ -94,33 +82,24 @@ class SlurmBackend(RecordedBackend):
         self._array_size = options.array_size
         self._has_read_limits = False
 
-    @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SlurmBackend:
-        """Built from `[executors.NAME]`. Raises Permanent where Slurm's commands are missing."""
-        executor = cls(home.state_dir / "slurm", options_of(SlurmOptions, options))
+    def check_machine(self) -> None:
         check_installed()
-        executor.name = name
-        return executor
 
     @classmethod
     def preview(cls, options: SlurmOptions, home: PlaneContext, training: Training) -> str:
         """What the first submit of this training would send. Slurm is not asked, nor needed."""
-        executor = cls(home.state_dir / "slurm", options)
+        executor = cls.from_options(options, home.state_dir)
         executor.check(training.spec)
-        ranks = range(training.spec.world_size.target)
-        arrays = chunks(ranks, executor.options.array_size).items()
+        arrays = chunks(range(training.spec.world_size.target), options.array_size).items()
         return "\n".join(executor.script(training, 0, offset, tasks) for offset, tasks in arrays)
 
     async def probe(self) -> None:
         await self._ask_queue()
 
-    def check(self, spec: TrainingSpec) -> None:
-        self.options.check(spec)
-
     async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
-        await asyncio.to_thread(self._try_folder)
+        await asyncio.to_thread(self.check_folder)
         untried = Training(namespace="x", uid="0" * 32, spec=spec)
         try:
             async with asyncio.timeout(TRY_S):
@@ -128,22 +107,13 @@ class SlurmBackend(RecordedBackend):
                 status, _, trouble = await self._run("sbatch", "--test-only", stdin=script)
         except (TimeoutError, Temporary, Permanent):
             return
-        arguments = _one_line(trouble.replace("allocation failure: ", ""))
+        reason = _one_line(trouble.replace("allocation failure: ", ""))
         for pattern, field in NEVER.items():
-            if status and re.search(pattern, arguments, re.IGNORECASE):
+            if status and re.search(pattern, reason, re.IGNORECASE):
                 value, count = getattr(self.options, field), spec.resources.gpu_count
                 if field == "gres" and count and value is None:
                     field, value = "gpu_count", count
-                raise ValidationError(field, value, f"sbatch: {arguments}")
-
-    def _try_folder(self) -> None:
-        """Raises ValidationError if this user can neither use nor make the folder, and Permanent if
-        others can put files into it."""
-        there = next(path for path in (self.root, *self.root.parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            expected = "expected a folder that this user can write to, and that all hosts see"
-            raise ValidationError("folder", str(self.root), expected)
-        check_directory(self.root)  # what is in it runs as this user on other hosts
+                raise ValidationError(field, value, f"sbatch: {reason}")
 
     # The verbs
 
@@ -173,31 +143,12 @@ class SlurmBackend(RecordedBackend):
             if status and "nvalid job id" not in trouble:
                 raise Temporary(f"scancel: {_one_line(trouble)}")
 
-    # Where things are
-
-    def folder_of(self, training: Training) -> Path:
-        return self.root / training.uid
-
-    def record_store_of(self, training: Training) -> Folder:
-        return Folder(str(self.folder_of(training) / RECORDS))
-
-    def result_store(self, training: Training) -> Folder:
-        return Folder(str(self.folder_of(training) / RESULTS))
+    # What a rank runs
 
     def rank_layout(self, training: Training) -> RankLayout:
-        folder = self.folder_of(training)
         is_own = self.options.container is None and self.python == sys.executable
-        return RankLayout(
-            python=self.python if self.options.container is None else "python3",
-            shell="/bin/sh",
-            source=str(folder / "source"),
-            packages=str(folder / "packages") if is_own else None,
-            has_atoll=is_own,
-            rendezvous_uri=f"file://{folder}/rendezvous",
-            metrics_uri=(folder / METRICS).as_uri(),
-            runs_uri=(self.root.parent / "runs").absolute().as_uri(),
-            meeting=None,
-        )
+        python = self.python if self.options.container is None else "python3"
+        return self.layout_in(self.folder_of(training), python, has_atoll=is_own)
 
     def wrap_command(self, training: Training, command: list[str]) -> list[str]:
         spec, folder = training.spec, str(self.folder_of(training))
@@ -208,12 +159,8 @@ class SlurmBackend(RecordedBackend):
 
     def launch(self, training: Training) -> Json:
         launch = super().launch(training)
-        # By the wrapper, as it is its output that is the log. A path may hold braces.
-        folder = str(self.log_folder(training)).replace("{", "{{").replace("}", "}}")
-        launch["times"] = f"{folder}/{{rank}}/{TIMES_FILE}"
-        if self.options.container is not None:  # it is a folder of the image
-            launch["folder"] = ""
-        return launch
+        # In a container it is a folder of the image.
+        return launch if self.options.container is None else {**launch, "folder": ""}
 
     def script(self, training: Training, attempt: int, offset: int, tasks: Sequence[int]) -> str:
         return render_script(
@@ -228,66 +175,23 @@ class SlurmBackend(RecordedBackend):
 
     async def prepare(self, training: Training) -> None:
         await self._ask_limits()
-        try:
-            await asyncio.to_thread(self._prepare, training)
-        except OSError as error:
-            where = self.folder_of(training)
-            raise Temporary(f"cannot write to {where}: {error.strerror}") from error
-
-    def _prepare(self, training: Training) -> None:
-        folder, source = self.folder_of(training), training.spec.source
-        for name in (RECORDS, RESULTS, LOGS):
-            make_private(folder / name)
-        _record_store(folder / FILE, wrapper_file())
-        if source is not None:
-            make_private(folder / "source")
-            _record_store(folder / "source" / source.filename, source.content)
-
-    async def clear(self, training: Training, *, with_logs: bool) -> None:
-        folder = self.folder_of(training)
-        names = (RECORDS, "source", "packages", "rendezvous", FILE)
-        doomed = [folder] if with_logs else [folder / name for name in names]
-        for path in doomed:
-            if path.is_dir():
-                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-    # Logs
-
-    def log_folder(self, training: Training) -> Path:
-        return self.folder_of(training) / LOGS
-
-    async def log_offsets(
-        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
-    ) -> dict[int, int]:
-        return tail_offsets(self.log_folder(training), ranks, tail)
-
-    def logs_after(
-        self,
-        training: Training,
-        offsets: Mapping[int, int],
-        *,
-        ranks: Sequence[int] | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
+        await super().prepare(training)
 
     # Slurm's commands
 
     async def _ask_queue(self) -> list[QueuedTask]:
-        """One question for all trainings; looks that come together share the answer."""
+        """One question for all trainings; observations that come together share the answer."""
         async with self._asking:
             if self._queue is not None and time.monotonic() < self._queue[0] + SHARED_S:
                 return self._queue[1]
             self._queue = None
-            desired_at = time.monotonic()
+            asked_at = time.monotonic()
             self.questions += 1
-            tasks = read_queue(*await self._run("squeue", "--json", "--states=all"))
+            tasks = read_queue(*await self._run(*SQUEUE))
             # A long queue is asked for less often: at most a fifth of the time.
-            took_s = time.monotonic() - desired_at
+            took_s = time.monotonic() - asked_at
             self.timing = self.timing._replace(observe_s=max(0.5, 4 * took_s))
-            self._queue = (desired_at, tasks)
+            self._queue = (asked_at, tasks)
             return tasks
 
     async def _ask_limits(self) -> None:
@@ -307,29 +211,9 @@ class SlurmBackend(RecordedBackend):
         if self._conf:
             env["SLURM_CONF"] = self._conf
         try:
-            process = await asyncio.create_subprocess_exec(
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=env,
-            )
+            return await run_command(*arguments, env=env, stdin=stdin)
         except FileNotFoundError:
             raise Permanent(_not_found(arguments[0])) from None
-        except OSError as error:  # no process to be had
-            raise Temporary(f"{arguments[0]} cannot be started: {error.strerror}") from error
-        try:
-            out, trouble = await process.communicate(None if stdin is None else stdin.encode())
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        return (
-            process.returncode or 0,
-            out.decode(errors="replace"),
-            trouble.decode("utf-8", "replace"),
-        )
 
 
 def check_installed() -> None:
@@ -347,19 +231,12 @@ def _not_found(command: str) -> str:
 
 
 def _refusal(trouble: str) -> Permanent | Temporary:
-    arguments = f"sbatch: {_one_line(trouble)}"
+    reason = f"sbatch: {_one_line(trouble)}"
     if REFUSALS.search(trouble) and not PASSING.search(trouble):
-        return Permanent(arguments)
-    return Temporary(arguments, retry_after_s=2.0)
+        return Permanent(reason)
+    return Temporary(reason, retry_after_s=2.0)
 
 
 def _one_line(trouble: str) -> str:
     lines = [re.sub(r"^s\w+: (error: )?", "", line) for line in trouble.splitlines()]
     return "; ".join(line for line in lines if line.strip()) or "no reason given"
-
-
-def _record_store(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".new")
-    with open(draft, "wb", opener=private) as file:
-        file.write(data)
-    draft.replace(path)

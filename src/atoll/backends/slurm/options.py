@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atoll.backends.base import BackendOptions
 from atoll.backends.launch import ETCD_BACKEND
 from atoll.core.checks import check_bounds, check_choice, check_strings
 from atoll.core.errors import ValidationError
-from atoll.core.model import SpecModel
+from atoll.core.ports import NO_STALL_RESTART, ignore, refuse
 from atoll.core.spec import TrainingSpec
-from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 
 Container = Literal["pyxis", "apptainer"]
 
@@ -55,8 +55,12 @@ SUPPORTS = (
 )
 
 
-class SlurmOptions(SpecModel, frozen=True):
+class SlurmOptions(BackendOptions, frozen=True):
     """The options of Slurm. Unset means: as the cluster does it by default."""
+
+    SUPPORTS = SUPPORTS
+    LABEL = "Slurm"
+    OWN_VARIABLES = ("SLURM_",)
 
     folder: str | None = None  # that all hosts see under this path; unset: the state directory
     partition: str | None = None
@@ -115,14 +119,10 @@ class SlurmOptions(SpecModel, frozen=True):
             raise ValidationError(field, line, f"expected as the option {name} of its own")
 
     def check(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError, naming the field, for what Slurm will never run."""
-        check_supported(spec, SUPPORTS, self)
-        resources = spec.resources
+        super().check(spec)
+        gpus = spec.resources.gpu_count
         if spec.image is None and self.container is not None:
             raise ValidationError("image", None, f"expected an image for {self.container} to run")
-        if resources.gpu_count and self.gres and re.search(r"(^|,)gpu\b", self.gres):
+        if gpus and self.gres and re.search(r"(^|,)gpu\b", self.gres):
             expected = f"expected 0: the executor's gres already asks for {self.gres!r}"
-            raise ValidationError("gpu_count", resources.gpu_count, expected)
-        for name, value in spec.env.items():
-            if name.startswith("SLURM_"):
-                raise ValidationError(f"env.{name}", value, "expected another name: Slurm sets it")
+            raise ValidationError("gpu_count", gpus, expected)

@@ -7,15 +7,12 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from atoll.agent.bundle import FILE
+from atoll.backends.base import LOG_FILE, LOGS, RECORDS, WRAPPER
 from atoll.backends.slurm.options import SlurmOptions
-from atoll.core.quantities import parse_quantity
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
+from atoll.core.text import parse_quantity
 
-RECORDS, LOGS = "records", "logs"
-LOG_FILE = f"{0:020d}.log"  # as `logs/segments.py` names a log that is never cut
-TIMES_FILE = f"{0:020d}.times"  # as `logs/times.py` names its times
 # The control plane's own secrets and addresses are not passed on to ranks.
 WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
 # Variables of sbatch that would change which job is which rank's, or keep sbatch waiting.
@@ -94,7 +91,7 @@ def render_script(
     ]
     quoted = re.sub(r'([\\$"`])', r"\\\1", folder)  # as it stands between double quotes
     log = f"{quoted}/{LOGS}/$rank"
-    wrapper = [python, "-S", "-I", f"{folder}/{FILE}", f"{folder}/{RECORDS}"]
+    wrapper = [python, "-S", "-I", f"{folder}/{WRAPPER}", f"{folder}/{RECORDS}"]
     return "\n".join(
         [
             "#!/bin/bash -l" if options.prologue else "#!/bin/bash",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.diloco.codecs import Codec
 from atoll.diloco.codecs.frame import (
     SLICE,
     Data,
@@ -28,10 +29,9 @@ _LARGEST_BF16 = np.uint32(0x7F7F)
 _INFINITE = np.uint32(0x7F800000)
 
 
-class Fp32:
+class Fp32(Codec):
     """The bytes of the values, NaN and infinity included; no header, so offsets are plain."""
 
-    name = "fp32"
     is_exact = True
     needs_finite = False
 
@@ -45,14 +45,12 @@ class Fp32:
         return np.frombuffer(view, "<f4").astype(np.float32, copy=False)
 
 
-class Bf16:
+class Bf16(Codec):
     """The nearest bf16, ties to even: half the bits, of which the exponents are Huffman coded.
 
     NaN stays NaN and infinity infinity; a finite value never becomes infinite.
     """
 
-    name = "bf16"
-    is_exact = False
     needs_finite = False
 
     def encode(self, values: Floats) -> bytes:
@@ -87,16 +85,12 @@ _TINY = np.finfo(np.float32).tiny
 _LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
 
 
-class Int8:
+class Int8(Codec):
     """127 levels each way and one scale for each block of 256 values: about 7.6 bits a value.
 
     The error of a value is at most half of 1/127 of the largest in its block. A block whose largest
     magnitude is below 127 times the smallest normal float becomes zeros.
     """
-
-    name = "int8"
-    is_exact = False
-    needs_finite = True
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)
@@ -130,7 +124,7 @@ UNIFORM_BLOCK = 512
 _MAX_VALUE = 127
 
 
-class Uniform:
+class Uniform(Codec):
     """Evenly spaced levels, Huffman coded: the least error for the bits, short of vector codes.
 
     The step is a fixed part of the root mean square of a block of 512 values, so that a codec has
@@ -139,11 +133,8 @@ class Uniform:
     steps from zero. A block whose step would be below the smallest normal float becomes zeros.
     """
 
-    is_exact = False
-    needs_finite = True
-
     def __init__(self, name: str, step: float) -> None:
-        self.name = name
+        super().__init__(name)
         self._step = step
         self._tag = name.encode().ljust(4)
 
@@ -212,7 +203,7 @@ _CODES = np.zeros(256, np.uint8)
 _CODES[: OCTAVES + 1] = [*range(1, OCTAVES + 1), OCTAVES]
 
 
-class E3m0:
+class E3m0(Codec):
     """A sign and one of seven powers of two, or zero; Huffman coded to about 3.6 bits a value.
 
     Each value becomes the nearest power of two. A block of 256 values keeps its largest exponent in
@@ -223,10 +214,6 @@ class E3m0:
     Subnormal results become zero; what rounds beyond 2**127 becomes 2**127. Use it with error
     feedback: alone, the rounding costs quality.
     """
-
-    name = "e3m0"
-    is_exact = False
-    needs_finite = True
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)

@@ -3,15 +3,13 @@
 An array becomes a header (which codec, how many values, how long each part is) and a few parts.
 Parts are Huffman coded by zstd with its search for repeats all but switched off: its coder runs at
 about a GB/s without the interpreter lock, and its tables follow the data. Values decode to the same
-bits everywhere; the compressed bytes may differ between releases of zstd. Runs that began with
-release 0.1 have parts coded by zlib, which are read as well: the first bytes tell which it is.
+bits everywhere; the compressed bytes may differ between releases of zstd.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-import zlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -65,10 +63,14 @@ def squeeze(values: NDArray[np.uint8]) -> bytes:
 
 def unsqueeze(data: Data, limit: int) -> NDArray[np.uint8]:
     """The bytes before `squeeze`; raises ValueError for other data or more than `limit` bytes."""
-    return np.frombuffer(
-        _unzip(data, limit) if data[:4] != zstandard.FRAME_HEADER else _unzstd(data, limit),
-        np.uint8,
-    )
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+        if size > limit:  # a size that is not stated is the largest number there is
+            raise ValueError(f"a coded part holds more than the {limit} bytes there can be")
+        plain = _coders.decompressor.decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"not a Huffman coded part: {error}") from error
+    return np.frombuffer(plain, np.uint8)
 
 
 class _Coders(threading.local):
@@ -91,29 +93,6 @@ class _Coders(threading.local):
 
 
 _coders = _Coders()
-
-
-def _unzstd(data: Data, limit: int) -> bytes:
-    try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if size > limit:  # a size that is not stated is the largest number there is
-            raise ValueError(f"a coded part holds more than the {limit} bytes there can be")
-        return _coders.decompressor.decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"not a Huffman coded part: {error}") from error
-
-
-def _unzip(data: Data, limit: int) -> bytes:
-    decoder = zlib.decompressobj(15)
-    try:
-        plain = decoder.decompress(data, limit + 1)  # one more, or 0 would mean no limit
-    except zlib.error as error:
-        raise ValueError(f"not a Huffman coded part: {error}") from error
-    if len(plain) > limit:
-        raise ValueError(f"a coded part holds more than the {limit} bytes there can be")
-    if not decoder.eof or decoder.unused_data:
-        raise ValueError("a coded part ends too early or too late")
-    return plain
 
 
 def unsqueeze_exactly(data: Data, size: int) -> NDArray[np.uint8]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.diloco.codecs import Codec
 from atoll.diloco.codecs.frame import (
     SLICE,
     Data,
@@ -28,37 +29,31 @@ from atoll.diloco.codecs.frame import (
 
 CHUNK = 4096
 KEEP = 64
-_NAME = re.compile(r"sparse(?::(\d{1,4})/(\d{2,4})(?:@(0(?:\.\d{1,6})?|1))?)?")
+_OPTIONS = re.compile(r"(\d{1,4})/(\d{2,4})(?:@(0(?:\.\d{1,6})?|1))?", re.ASCII)
 _FAR = 255  # this byte moves on by 255 places and names none
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
-class Sparse:
-    """Zeros are never sent, so an array of zeros takes a few bytes and comes back as zeros.
+class Sparse(Codec):
+    """Zeros are never sent, so an array of zeros takes a few bytes and comes back as zeros."""
 
-    `decay` is what stays of what was left out, from one round to the next.
-    """
-
-    is_exact = False
-    needs_finite = True
-
-    def __init__(self, keep: int = KEEP, chunk: int = CHUNK, decay: float = 1.0) -> None:
+    def __init__(self, name: str, keep: int = KEEP, chunk: int = CHUNK, decay: float = 1.0) -> None:
         self.keep, self.chunk, self.decay = keep, chunk, decay
         is_usual = (keep, chunk, decay) == (KEEP, CHUNK, 1.0)
         rate = "" if decay == 1 else f"@{decay:g}"
-        self.name = "sparse" if is_usual else f"sparse:{keep}/{chunk}{rate}"
+        super().__init__(name if is_usual else f"{name}:{keep}/{chunk}{rate}")
 
     @classmethod
-    def named(cls, name: str) -> Sparse | None:
-        """The codec called `sparse:K/CHUNK`, or `sparse:K/CHUNK@DECAY`; None if there is none."""
-        match = _NAME.fullmatch(name)
-        if match is None or match[1] is None:
-            return cls() if match else None
+    def with_options(cls, name: str, options: str) -> Sparse | None:
+        """K/CHUNK, or K/CHUNK@DECAY."""
+        match = _OPTIONS.fullmatch(options)
+        if match is None:
+            return None
         keep, chunk = int(match[1]), int(match[2])
         is_power = chunk & (chunk - 1) == 0
         if not is_power or not 64 <= chunk <= CHUNK or not 1 <= keep <= chunk:
             return None
-        return cls(keep, chunk, float(match[3] or 1))
+        return cls(name, keep, chunk, float(match[3] or 1))
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)

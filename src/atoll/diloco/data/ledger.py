@@ -49,6 +49,10 @@ class Terms(msgspec.Struct, frozen=True):
     def total(self) -> int | None:
         return None if self.length is None else self.length * self.epochs
 
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
 
 def make_terms(
     length: int | None,

@@ -6,22 +6,39 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, InvalidClaim, Ledger, commit
 from atoll.diloco.round import objects
-from atoll.diloco.round.objects import DamagedObject, Manifest, Member, Refusal, UploadHeader
+from atoll.diloco.round.effects import UNKNOWN_LAUNCH, RoundConfig
+from atoll.diloco.round.objects import (
+    DamagedObject,
+    Departed,
+    Manifest,
+    Member,
+    Refusal,
+    UploadHeader,
+)
 
 HEAVIEST = 100  # times the lower median: a weight beyond it is a mistake of its rank
 
 
 class Terms(NamedTuple):
-    """What an upload has to agree with: the deciding replica's own state."""
+    """What an upload has to agree with: the deciding replica's own state.
+
+    `departed`: who left in one of the last rounds, and brings more to this one. `sums`: what the
+    replica says of its settings. `opened`: since when it is here, by the store's time.
+    """
 
     round: int
     chain: str
     layout: str
     world: int
     ledger: Ledger | None
+    departed: tuple[Departed, ...] = ()
+    sums: Mapping[str, str] = {}
+    opened: float = 0.0
 
 
 class Candidate(NamedTuple):
@@ -38,10 +55,17 @@ class Look:
 
     there: dict[int, Candidate] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
+    unlike: list[Candidate] = field(default_factory=list)  # refused for settings of their replica
     ended: dict[int, str] = field(default_factory=dict)
+    ended_at: dict[int, float] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)  # for the last round
     keys: set[str] = field(default_factory=set)
     has_later: bool = False  # somebody has uploaded to a later round: this one is decided
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether one that goes, or is gone, has handed in what it had."""
+        return any(each.header.is_leaving for each in self.there.values())
 
     @property
     def times(self) -> list[float]:
@@ -49,11 +73,12 @@ class Look:
 
 
 class Decision(NamedTuple):
-    """`ranks` are in the round; None: wait for `missing`."""
+    """`ranks` are in the round; None: wait for `missing`. A quorum `needs` so many."""
 
     ranks: tuple[int, ...] | None
     missing: tuple[int, ...]
     has_quorum: bool
+    needs: int = 1
 
 
 def read_headers(bodies: Mapping[str, bytes | None]) -> dict[str, UploadHeader | None]:
@@ -94,15 +119,19 @@ def examine(
 ) -> Look:
     """Sort what a LIST shows, with the headers of this round's uploads.
 
-    Of two good uploads of a rank the newest counts. An upload without a readable header is not
-    there. A rank that has a good upload is not refused for another one.
+    Of two good uploads of a rank the newest counts, or the one of a replica that leaves: it cannot
+    come again, while the other goes with the next round. An upload without a readable header is
+    not there. A rank that has a good upload is not refused for another one.
     """
     look = Look()
-    refused: list[Refusal] = []
-    members = {member.rank for member in last.members} if last else set()
+    refused: list[tuple[Candidate, str]] = []
+    members = {each.rank for each in last.members if not each.is_rest} if last else set()
     for key, time in listing:
         if ended := objects.parse_ended(key, launch):
+            if time < terms.opened and launch == UNKNOWN_LAUNCH:
+                continue  # in an earlier life of the run: it may come again, as this replica did
             look.ended[ended[0]] = ended[1]
+            look.ended_at[ended[0]] = time
             continue
         name = objects.parse_upload(key)
         if name is None:
@@ -115,23 +144,47 @@ def examine(
         header = headers.get(key) if name.round == terms.round else None
         if header is None:
             continue
+        found = Candidate(key, time, header)
         reason = find_fault(header, terms)
         if reason:
-            refused.append(Refusal(name.rank, key, reason))
+            refused.append((found, reason))
             continue
         known = look.there.get(name.rank)
-        if known is None or (known.time, known.key) < (time, key):
-            look.there[name.rank] = Candidate(key, time, header)
-    look.refused = [each for each in refused if each.rank not in look.there]
+        if known is None or _precedence(known) < _precedence(found):
+            look.there[name.rank] = found
+    refused = [(each, why) for each, why in refused if each.header.rank not in look.there]
+    look.refused = [Refusal(each.header.rank, each.key, why) for each, why in refused]
+    look.unlike = [
+        each
+        for each, _ in refused
+        if each.header.chain == terms.chain and find_difference(each.header, terms)
+    ]
     return look
+
+
+def _precedence(found: Candidate) -> tuple[bool, float, str]:
+    return found.header.is_leaving, found.time, found.key
+
+
+def find_difference(header: UploadHeader, terms: Terms) -> str:
+    """In what the settings of its replica differ from this one's; empty: in nothing."""
+    if header.world != terms.world or header.rank >= terms.world:
+        return f"world_size is {header.world} there and {terms.world} here"
+    ours = "" if terms.ledger is None else terms.ledger.terms.digest
+    has_other_data = header.data != ours and bool(header.data or header.weight or header.claim)
+    if header.layout == terms.layout and not has_other_data:
+        return ""
+    for name, mine in terms.sums.items():
+        theirs = header.sums.get(name, mine)
+        if theirs != mine:
+            return f"{name} is {theirs!r} there and {mine!r} here"
+    return "it shares other data" if has_other_data else "its layout is another one"
 
 
 def find_fault(header: UploadHeader, terms: Terms) -> str:
     """Why an upload may not be in the round; empty: it may."""
-    if header.world != terms.world or header.rank >= terms.world:
-        return f"rank {header.rank} of a world of {header.world}, here it is {terms.world}"
-    if header.layout != terms.layout:
-        return "its layout is another one"
+    if difference := find_difference(header, terms):
+        return difference
     if header.chain != terms.chain:
         return "it comes from another state: the replica was outdated"
     hold = terms.ledger.hold_of(header.rank) if terms.ledger else header.claim
@@ -147,69 +200,137 @@ def decide_manifest(
     needs: int,
     world: int,
     *,
-    together: Collection[int] = (),
+    together: int = 0,
     is_grace_over: bool,
     is_timeout: bool = False,
 ) -> Decision:
     """Who is in the round, or whom to wait for.
 
     Ranks that have ended are not waited for; those that are done lower what a quorum needs, those
-    that failed or left do not. `together`: this is the first round of ranks that were started
-    together. All of them are waited for until the timeout, and their strict majority must be there.
+    that failed or left do not. `together`: this is the first round, and so many ranks were started
+    together, whichever they are. All of them are waited for until the timeout, nobody else is, and
+    their strict majority must be there.
     """
     done = sum(how == objects.DONE and rank not in there for rank, how in ended.items())
+    here = {*there, *ended}
     if together:
-        needs = max(needs, len(together) // 2 + 1)
+        needs = max(needs, together // 2 + 1)
+        absent = [rank for rank in range(world) if rank not in here]
+        missing = absent[: max(0, together - len(here))]
+        is_waiting = bool(missing) and not is_timeout
+    else:
+        missing = sorted({*expected} - here)
+        is_waiting = bool(missing) and not is_grace_over and not is_timeout
     needs = max(1, min(needs, world - done))
     has_quorum = len(there) >= needs
-    missing = sorted({*expected, *together} - {*there} - {*ended})
-    is_waiting = any(rank in together for rank in missing) and not is_timeout
-    is_waiting = is_waiting or (bool(missing) and not is_grace_over and not is_timeout)
     if not has_quorum or is_waiting:
-        return Decision(None, tuple(missing), has_quorum)
-    return Decision(tuple(sorted(there)), tuple(missing), has_quorum)
+        return Decision(None, tuple(missing), has_quorum, needs)
+    return Decision(tuple(sorted(there)), tuple(missing), has_quorum, needs)
+
+
+def sort_absent(look: Look, missing: Collection[int]) -> dict[str, set[int]]:
+    """Why ranks are not in a round that has no quorum."""
+    refused = {each.rank: each.reason for each in look.refused}
+    groups = {
+        "missing": {*missing} - {*refused},
+        "finished": set[int](),
+        "failed": set[int](),
+        "left": set[int](),
+    }
+    names = {objects.DONE: "finished", objects.FAILED: "failed", objects.LEFT: "left"}
+    for rank, how in look.ended.items():
+        if rank not in look.there:
+            groups[names[how]].add(rank)
+    for rank, reason in refused.items():
+        groups.setdefault(f"refused, as {reason}", set()).add(rank)
+    return groups
 
 
 def make_manifest(
     look: Look,
     decision: Decision,
     terms: Terms,
-    *,
-    shards: int,
-    cells: int,
-    has_direct: bool,
-    needs: int,
-    nonce: str,
+    config: RoundConfig,
 ) -> Manifest:
-    """The manifest of a decision. Claims that the ledger does not allow together are refused."""
+    """The manifest of a decision. Claims that the ledger does not allow together are refused.
+
+    Whoever left in one of the last rounds is in it with the rest of its values. Another process of
+    its rank is late then: what it brings goes with the next round.
+    """
     assert decision.ranks is not None
     ranks, refused = list(decision.ranks), list(look.refused)
     for reason, rank in _find_conflicts(look, ranks, terms):
         ranks.remove(rank)
         refused.append(Refusal(rank, look.there[rank].key, reason))
-    weights = cap_weights({rank: look.there[rank].header.weight for rank in ranks})
+    found = {each.rank: each for each in find_rests(terms)}
+    found |= {rank: _make_member(look, rank) for rank in ranks if rank not in found}
+    weights = cap_weights({rank: member.weight for rank, member in found.items()})
     times = look.times
     return Manifest(
         round=terms.round,
         chain=terms.chain,
-        plan="direct" if has_direct and len(ranks) <= 2 else "flat",
-        shards=shards,
-        cells=cells,
+        layout=terms.layout,
+        plan="direct" if config.has_direct and len(found) <= 2 else "flat",
+        shards=config.shards,
+        cells=config.cells[terms.round % len(config.cells)],
         world=terms.world,
-        members=tuple(_make_member(look, rank, weights[rank]) for rank in ranks),
+        members=tuple(
+            msgspec.structs.replace(found[rank], weight=weights[rank]) for rank in sorted(found)
+        ),
+        fragments=len(config.cells),
+        size=config.sizes[terms.round % len(config.cells)] if config.sizes else 0,
+        codec=config.codec,
+        mean_codec=config.mean_codec,
+        data=None if terms.ledger is None else terms.ledger.terms,
         missing=decision.missing,
         refused=tuple(refused),
-        decided_by=nonce,
-        spread_s=max(0.0, times[-1] - times[min(needs, len(times)) - 1]),
+        decided_by=config.nonce,
+        spread_s=max(0.0, times[-1] - times[min(config.quorum, len(times)) - 1]),
     )
 
 
-def _make_member(look: Look, rank: int, weight: float) -> Member:
+def find_rests(terms: Terms) -> list[Member]:
+    """What those who left bring to this round. What was cut by another layout is lost."""
+    found = []
+    for round, layout, member in map(msgspec.structs.astuple, terms.departed):
+        ahead = terms.round - round
+        if layout != terms.layout or not 0 < ahead <= len(member.rest):
+            continue
+        rest = member.rest[ahead - 1]
+        if rest.weight:
+            found.append(
+                Member(
+                    rank=member.rank,
+                    upload=objects.rest_key(member.upload, ahead),
+                    weight=rest.weight,
+                    processes=member.processes,
+                    sections=rest.sections,
+                    has_left=True,
+                )
+            )
+    return found
+
+
+def fold_departed(departed: Iterable[Departed], manifest: Manifest) -> tuple[Departed, ...]:
+    """Who brings something to a round after this one."""
+    left = [
+        Departed(manifest.round, manifest.layout, member)
+        for member in manifest.members
+        if member.rest
+    ]
+    return tuple(
+        each
+        for each in (*departed, *left)
+        if manifest.round + 1 - each.round <= len(each.member.rest)
+    )
+
+
+def _make_member(look: Look, rank: int) -> Member:
     key, _, header = look.there[rank]
     return Member(
         rank=rank,
         upload=key,
-        weight=weight,
+        weight=header.weight,
         processes=header.processes,
         steps=header.steps,
         tokens=header.tokens,
@@ -217,7 +338,9 @@ def _make_member(look: Look, rank: int, weight: float) -> Member:
         want=header.want,
         end=header.end,
         sections=header.sections,
+        sums=header.sums,
         has_left=header.is_leaving or look.ended.get(rank) == objects.LEFT,
+        rest=header.rest,
     )
 
 
@@ -228,17 +351,20 @@ def _find_conflicts(look: Look, ranks: list[int], terms: Terms) -> list[tuple[st
     found: list[tuple[str, int]] = []
     while True:
         chosen = [rank for rank in ranks if rank not in {rank for _, rank in found}]
-        claims = [claim_of(_make_member(look, rank, 1.0)) for rank in chosen]
         try:
-            commit(terms.ledger, claims, terms.world)
+            commit(
+                terms.ledger, claims_of(_make_member(look, rank) for rank in chosen), terms.world
+            )
             return found
         except InvalidClaim as error:
             found += [(str(error), rank) for rank in error.ranks]
 
 
-def claim_of(member: Member) -> Claim:
-    """What a member says to the ledger."""
-    return Claim(member.rank, member.claim, member.want, member.end)
+def claims_of(members: Iterable[Member]) -> list[Claim]:
+    """What the members say to the ledger. Who left before has said it then."""
+    return [
+        Claim(each.rank, each.claim, each.want, each.end) for each in members if not each.is_rest
+    ]
 
 
 def cap_weights(weights: Mapping[int, float]) -> dict[int, float]:

@@ -10,34 +10,32 @@ How a training loop uses it, in every process of a replica, with the same argume
         driver.prepare()                 # what an earlier call left open is settled
         fragment = values.fragment(driver.round)
         fragment.add(0, pseudo_gradient)
-        driver.start(Offer(weight, steps))   # or run(): start and wait
-        ...                              # overlap: more inner steps; one round is in flight
-        result = driver.wait()           # values.has_dropped: go on from the global values
-    driver.leave("done")
+        result = driver.run(Offer(weight, steps))
+        ...                              # values.has_dropped: go on from the global values
+    driver.finish()
 
-Between `start` and `wait` the round's thread alone touches rows and values, the training thread
-alone the model. A call that raised is open: `prepare` settles it. `request_leave` may be called
-from a signal handler: it sets a plain flag, which ends sleeps.
+While a call is under way, in a thread of its own perhaps, it alone touches rows and values. A call
+that raised is open: `prepare` settles it. `request_leave` may be called from a signal handler: it
+sets a plain flag, which ends sleeps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from atoll.core.errors import BackendError, DistributedError, NotFound
-from atoll.diloco.data.ledger import Ledger
+from atoll.core.errors import BackendError, NotFound
+from atoll.diloco.data.ledger import Ledger, Terms
 from atoll.diloco.pool import each
 from atoll.diloco.round import effects as fx
 from atoll.diloco.round import objects
 from atoll.diloco.round.layout import RunLayout
 from atoll.diloco.round.objects import DIRECT, DamagedObject, Manifest, Outcome, Receipt
 from atoll.diloco.round.pace import Pace
-from atoll.diloco.round.pieces import load_pieces, save_piece
+from atoll.diloco.round.pieces import check_same, load_pieces, save_piece
 from atoll.diloco.round.protocol import RoundMachine
 from atoll.diloco.round.reduce import ReplicaValues, read_tail
 from atoll.diloco.round.replica_group import (
@@ -119,65 +117,80 @@ class RoundDriver:
         *,
         ledger: Ledger | None = None,
         group: ReplicaGroup | None = None,
+        adopt: Callable[[RunLayout], RunLayout] | None = None,
     ) -> None:
+        """`adopt`: is told the layout of a checkpoint before its values are read, in every process.
+
+        It returns the layout to go on with, or raises. None: all but world and codecs must be as in
+        `layout`.
+        """
         self.values, self.layout, self.config = values, layout, config
         self.group: ReplicaGroup = SingleProcess() if group is None else group
-        self.last: Manifest | None = None  # of the round before, in the leader
-        self.rounds = 0  # done, in every process
+        config = replace(
+            config,
+            sizes=tuple(each.share.cut.size for each in values.fragments),
+            codec=values.codec.name,
+            mean_codec=values.mean_codec.name,
+        )
+        self._adopt = adopt
+        self.state = fx.RunState()  # after the last call, in every process
         self._memory = _RecordedMemory(values)
         self.machine = RoundMachine(config, self._memory, pace, ledger)
         self._store, self._pool = values.store, values.pool
         self._sizes: dict[str, int] = {}  # of uploads, as listed
         self._is_leaving = False
         self._word_at = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"round-{config.rank}")
-        self._flight: Future[fx.RoundResult] | None = None
 
     # -- Calls, made by all processes of the replica in the same order -------------------------
 
     @property
     def round(self) -> int:
         """The round that comes next."""
-        return self.rounds
+        return self.state.round
 
     def open(self) -> fx.RoundResult:
-        return self._call(lambda: self.machine.open())
+        return self._call(self.machine.open)
+
+    def is_behind(self) -> bool:
+        """Whether `prepare` may change the values; if not, `run` needs no `prepare` before it."""
+        return self._call(self.machine.is_behind)
 
     def prepare(self) -> fx.RoundResult | None:
         """Settle what an earlier call left open; rows may be changed then."""
-        return self._call(lambda: self.machine.prepare())
+        return self._call(self.machine.prepare)
 
     def run(self, offer: fx.Offer | None) -> fx.RoundResult:
+        """Take the offer through its round; None: go on with the one before."""
         return self._call(lambda: self.machine.run(offer))
 
-    def start(self, offer: fx.Offer | None) -> None:
-        """Take the offer through its round on the round's thread; `wait` for the result."""
-        if self._flight is not None:
-            raise DistributedError("a round is in flight: wait() comes first")
-        self._flight = self._thread.submit(self.run, offer)
+    def hand_in(self, offer: fx.Offer | None, weights: tuple[float, ...]) -> fx.RoundResult:
+        """Store the rows of all fragments, with these weights, and leave."""
+        return self._call(lambda: self.machine.hand_in(offer, weights))
 
-    def wait(self) -> fx.RoundResult:
-        """The result of the round in flight; raises what it raised."""
-        if self._flight is None:
-            raise DistributedError("no round is in flight: start() comes first")
-        flight, self._flight = self._flight, None
-        return flight.result()
+    def share_data(self, terms: Terms) -> None:
+        """The replicas share their data: the run has a ledger from now on."""
+        self._call(lambda: self.machine.share_data(terms))
 
-    @property
-    def is_in_flight(self) -> bool:
-        return self._flight is not None
+    def save(self) -> None:
+        """Save a checkpoint of this moment."""
+        self._call(self.machine.save)
+
+    def finish(self, *, is_told: bool = True) -> list[fx.EndMark]:
+        """Take every round that is decided, tell that this rank is done, and say who else is."""
+        return self._call(lambda: self.machine.finish(is_told=is_told))
 
     def leave(self, how: str) -> None:
         """Tell the others how this rank ended: done, failed or left."""
         self._call(lambda: self.machine.leave(how))
 
+    def abandon(self) -> None:
+        """Let the other processes of the replica fail at their next word: this one ends."""
+        self.group.close()
+
     def request_leave(self) -> None:
         """Go as soon as the upload is stored. Only sets flags: for signal handlers."""
         self._is_leaving = True
         self.machine.is_leaving = True
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     # -- The leader and its followers ------------------------------------------------------------
 
@@ -189,21 +202,21 @@ class RoundDriver:
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, fx.StoreError) else None
             problem = cause or error
-            self._end_call(Word(error=portable(problem), result=self.machine.round), problem)
+            self._end_call(Word(error=portable(problem)), problem)
             if cause is not None:
                 raise cause from None
             raise
-        self._end_call(Word(result=(result, self.machine.round)), None)
+        self._end_call(Word(result=result), None)
         return result
 
     def _end_call(self, word: Word, problem: BaseException | None) -> None:
         """The last word of a call: all return or raise alike."""
-        self.rounds, self.last = self.machine.round, self.machine.last
+        self.state = self.machine.state
         calls = self._memory.take_calls()
         if self.group.processes == 1 or isinstance(problem, GroupLost):
             return
         try:
-            self.group.broadcast_from_leader(word._replace(calls=calls))
+            self.group.broadcast_from_leader(word._replace(calls=calls, state=self.state))
         except GroupLost:
             # Where a collective was interrupted this one fails, too, and the others raise by that.
             if problem is None:
@@ -233,12 +246,12 @@ class RoundDriver:
             word: Word = self.group.broadcast_from_leader(None)
             for name, args in word.calls:
                 getattr(self.values, name)(*args)
+            if word.state is not None:
+                self.state = word.state
             if word.error is not None:
-                self.rounds = word.result
                 raise word.error
             if word.effect is None and not word.is_empty:
-                result, self.rounds = word.result
-                return result
+                return word.result
             reply, problem = self._reply(word.effect)
             self.group.gather(reply)
             if problem is not None and not isinstance(problem, Exception):
@@ -281,9 +294,9 @@ class RoundDriver:
             case fx.Get(key):
                 return self._get(key)
             case fx.GetAll(keys):
-                return dict(zip(keys, each(self._pool, self._get, keys), strict=True))
+                return dict(zip(keys, self._each(self._get, keys), strict=True))
             case fx.Headers(keys):
-                return dict(zip(keys, each(self._pool, self._get_header, keys), strict=True))
+                return dict(zip(keys, self._each(self._get_header, keys), strict=True))
             case fx.List(prefix, after):
                 return self._list(prefix, after)
             case fx.Put(key, body):
@@ -316,7 +329,7 @@ class RoundDriver:
             case fx.Upload(key, round, header):
                 if group.processes == 1:
                     return values.put_upload(key, round, header)
-                return values.put_part(key, round)
+                return values.put_part(key, round, header)
             case fx.MakeMeans(manifest, names, exclude_missing):
                 if manifest.plan == DIRECT:
                     return {name: values.read_upload(manifest, name) for name in names}
@@ -334,7 +347,9 @@ class RoundDriver:
                 return save_piece(self._store, values.prefix, meta, self.layout, values.fragments)
             case _Load(meta):
                 values.forget_applied()
-                return load_pieces(self._store, values.prefix, meta, self.layout, values.fragments)
+                return load_pieces(
+                    self._store, values.prefix, meta, self._adopt_layout, values.fragments
+                )
         raise TypeError(f"no effect on values: {effect!r}")
 
     def _sleep(self, seconds: float) -> float:
@@ -347,6 +362,10 @@ class RoundDriver:
             if time.monotonic() - self._word_at > EMPTY_WORD_S:
                 self._gather(None, is_empty=True)
         return time.monotonic()
+
+    def _each(self, get: Callable[[str], bytes | None], keys: Iterable[str]) -> list[bytes | None]:
+        # A small file is read in less time than a thread is woken.
+        return each(self._pool, get, keys, 1 if self._store.is_folder else None)
 
     def _get(self, key: str) -> bytes | None:
         try:
@@ -433,7 +452,16 @@ class RoundDriver:
         except DamagedObject as problem:
             log.warning("%s", problem)
             return None
-        return meta if all(self._gather(_Load(meta))) else None
+        if not all(self._gather(_Load(meta))):
+            return None
+        self.machine.config = replace(self.machine.config, layout=self.layout.digest)
+        return meta
+
+    def _adopt_layout(self, theirs: RunLayout) -> None:
+        if self._adopt is None:
+            check_same(theirs, self.layout)
+        else:
+            self.layout = self._adopt(theirs)
 
 
 def _agree(found: list[Outcome | None]) -> Outcome | None:

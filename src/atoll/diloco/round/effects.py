@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from atoll.core.errors import AtollError
+from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
-from atoll.diloco.round.objects import Checkpoint, Manifest, Outcome, UploadHeader
+from atoll.diloco.round.objects import ZERO, Checkpoint, Manifest, Outcome, UploadHeader
 
 R = TypeVar("R")
 
@@ -31,10 +32,29 @@ class StoreIgnoresConditions(AtollError):
 class BelowMinimum(AtollError):
     """Too few replicas came to a round until its timeout. `run(None)` waits on."""
 
-    def __init__(self, round: int, there: int, needs: int, missing: Iterable[int]) -> None:
-        ranks = ", ".join(map(str, missing))
-        super().__init__(f"round {round} has {there} of {needs} replicas; missing: {ranks}")
+    def __init__(
+        self,
+        round: int,
+        there: int,
+        needs: int,
+        timeout_s: float,
+        groups: Mapping[str, Iterable[int]],
+    ) -> None:
+        """`groups`: why ranks are not there, with their numbers."""
+        reasons = "".join(f"; {why}: ranks {sorted(who)}" for why, who in groups.items() if who)
+        super().__init__(
+            f"round {round}: {there} of at least {needs} ranks uploaded within {timeout_s:g} s"
+            f"{reasons}"
+        )
         self.there, self.needs = there, needs
+
+
+class UnlikeUpload(AtollError):
+    """Replicas of one run have other settings. `rank` is whose upload cannot be in a round."""
+
+    def __init__(self, rank: int, reason: str, header: UploadHeader | None = None) -> None:
+        super().__init__(f"the upload of rank {rank} cannot be in the round: {reason}")
+        self.rank, self.reason, self.header = rank, reason, header
 
 
 class Stuck(AtollError):
@@ -48,14 +68,15 @@ class Stuck(AtollError):
 # -- Calls of the machine -------------------------------------------------------------------------
 
 MEMBER, LATE, DROPPED, LEFT = "member", "late", "dropped", "left"
+UNKNOWN_LAUNCH = "launch"  # where nothing tells one launch from the next
 
 
 @dataclass(frozen=True)
 class RoundConfig:
-    """`cells` of each fragment. `together`: the ranks that were started with this one.
+    """`cells` and `sizes` of each fragment. `together`: as many ranks were started at once.
 
-    `quorum`: so many members a round needs. `has_direct`: rounds of one or two members read each
-    other's uploads and store no mean.
+    `quorum`: so many members a round needs, the first one `first_quorum`, too. `has_direct`: rounds
+    of one or two members read each other's uploads and store no mean.
     """
 
     rank: int
@@ -64,9 +85,13 @@ class RoundConfig:
     layout: str
     shards: int
     cells: tuple[int, ...]
-    launch: str = "none"
+    sizes: tuple[int, ...] = ()
+    codec: str = "fp32"
+    mean_codec: str = "fp32"
+    launch: str = UNKNOWN_LAUNCH
     processes: int = 1
     quorum: int = 1
+    first_quorum: int = 1
     together: tuple[int, ...] = ()
     timeout_s: float = 600.0
     has_direct: bool = True
@@ -76,11 +101,15 @@ class RoundConfig:
 
 
 class Offer(NamedTuple):
-    """What a replica brings to a round: the row is in local memory, this is what it says of it."""
+    """What a replica brings to a round: the row is in local memory, this is what it says of it.
+
+    `sums`: words for all members of the round, also on the settings that all must have alike: the
+    first that differs is what an `UnlikeUpload` names. Those of the last offer that had any count.
+    """
 
     weight: float
     steps: int
-    tokens: int = 0
+    tokens: float = 0.0
     claim: Ranges = ()
     want: int = 0
     end: int | None = None
@@ -92,15 +121,39 @@ class RoundResult(NamedTuple):
     """How a call ended. `rounds` are done, `chain` names their state, `hold` may be trained on.
 
     member: the offer is in the parameters. late: it goes with the next upload. dropped: it is gone,
-    training goes on from the global values; who was dropped by `prepare` runs a round at once, with
-    an offer of nothing, so that the others wait for it: else a slow replica stays behind for ever.
-    left: the replica was told to go, and may.
+    training goes on from the global values. left: the replica was told to go, and may; one with
+    several fragments hands in the others first.
     """
 
     fate: str
     rounds: int
     chain: str
     hold: Ranges
+
+
+class RunState(NamedTuple):
+    """What every process of a replica knows of the run after each call.
+
+    `last`: the manifest of the round before. `ledger`: of the shared data. `steps` and `tokens`
+    are the run's clock: of the member that trained longest in each round, and of all members.
+    `is_pending`: an offer was made for this round, and it is not known yet what became of it.
+    """
+
+    round: int = 0
+    chain: str = ZERO
+    last: Manifest | None = None
+    ledger: Ledger | None = None
+    steps: int = 0
+    tokens: float = 0.0
+    is_pending: bool = False
+
+
+class EndMark(NamedTuple):
+    """Where another rank of this launch was when it was done."""
+
+    rank: int
+    round: int
+    chain: str
 
 
 # -- Effects on small objects: with several processes, the leader performs them alone -------------
@@ -195,8 +248,9 @@ FOREIGN = Outcome("foreign")  # the mean is not one that this replica can go on 
 class Upload:
     """Encode the row of the fragment `round % fragments` and store it whole under `key`.
 
-    The driver fills in the header's `sections`. With several processes: parts, gather, and then
-    the header by the leader. Answer: the header as it is stored.
+    Before it, the rows of the header's `rest`, each under its `rest_key`. The driver fills in all
+    `sections`. With several processes: parts, gather, and then the header by the leader. Answer:
+    the header as it is stored.
     """
 
     key: str

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from atoll.diloco.round import objects
 from atoll.diloco.round.effects import Create, Delete, Get, GetAll, List, Steps
-from atoll.diloco.round.objects import FLAT, HistoryBlock
+from atoll.diloco.round.objects import FLAT, DamagedObject, HistoryBlock
 
 CHECKPOINTS = 2  # that stay: one damaged checkpoint must not lose the run
 
@@ -73,7 +73,10 @@ def is_contradicted(checkpoint: objects.CheckpointKey) -> Steps[bool]:
     """Whether the manifest of its number says that nobody goes on from this checkpoint."""
     key = objects.manifest_key(checkpoint.round)
     body = yield Get(key)
-    return body is not None and objects.read_manifest(key, body).chain != checkpoint.chain
+    try:
+        return body is not None and objects.read_manifest(key, body).chain != checkpoint.chain
+    except DamagedObject:
+        return False  # it is named by whoever goes on from here
 
 
 def _find_sound(checkpoints: Iterable[objects.CheckpointKey], taken: Taken) -> Steps[list[int]]:

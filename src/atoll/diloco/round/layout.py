@@ -8,7 +8,9 @@ size, world and codecs alone, so replicas of any number of processes read each o
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from itertools import accumulate
 
@@ -28,7 +30,7 @@ MAX_CELLS = 4096
 class RunLayout(msgspec.Struct, frozen=True, dict=True):
     """What all replicas of a run must have alike: its digest is in every header.
 
-    `outer` names the outer rule and its settings.
+    `outer` names the outer rule and its settings, `names` the tensors of each fragment.
     """
 
     fragments: tuple[tuple[TensorSpec, ...], ...]
@@ -36,6 +38,7 @@ class RunLayout(msgspec.Struct, frozen=True, dict=True):
     codec: str
     mean_codec: str
     outer: str = ""
+    names: tuple[tuple[str, ...], ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -43,7 +46,7 @@ class RunLayout(msgspec.Struct, frozen=True, dict=True):
 
     def difference(self, other: RunLayout) -> str:
         """One sentence on the first difference; tensors are compared first."""
-        for number, (ours, theirs) in enumerate(zip(self.fragments, other.fragments, strict=False)):
+        for number, (ours, theirs) in enumerate(zip(self._tensors, other._tensors, strict=False)):
             where = f" of fragment {number}" if len(self.fragments) > 1 else ""
             for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
                 if our != their:
@@ -58,15 +61,30 @@ class RunLayout(msgspec.Struct, frozen=True, dict=True):
                 return f"{field} is {their_value!r} there and {our_value!r} here"
         return "nothing differs"
 
+    @property
+    def _tensors(self) -> list[list[str]]:
+        """Each tensor by its name, if it has one, and what it is."""
+        names = self.names or [[""] * len(each) for each in self.fragments]
+        return [
+            [f"{name} {spec}".strip() for name, spec in zip(*each, strict=True)]
+            for each in zip(names, self.fragments, strict=True)
+        ]
+
 
 class Cut:
-    """The cells of one fragment of `size` values, dealt to `shards` in turn."""
+    """The cells of one fragment of `size` values, dealt to `shards` in turn.
 
-    def __init__(self, size: int, world: int, codecs: Sequence[Codec]) -> None:
-        self.size = size
-        self.shards = world
-        self.per_shard = cells_per_shard(size // self.shards, codecs)
-        self.cells = self.shards * self.per_shard
+    A manifest says what its round was cut into, so that a replica of another world reads it.
+    """
+
+    def __init__(self, size: int, shards: int, cells: int) -> None:
+        self.size, self.shards, self.cells = size, shards, cells
+        self.per_shard = cells // shards
+
+    @classmethod
+    def of(cls, size: int, world: int, codecs: Sequence[Codec]) -> Cut:
+        """That of the rounds of a run."""
+        return cls(size, world, world * cells_per_shard(size // world, codecs))
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -92,7 +110,8 @@ def cells_per_shard(shard_size: int, codecs: Sequence[Codec]) -> int:
         return max(1, min(MAX_CELLS, shard_size // (64 * UNIT)))
     if not all(codec.is_exact for codec in codecs):
         return max(count, min(16, shard_size // (4 * UNIT)))
-    return max(count, min(16, shard_size // (2 * UNIT)), min(4, shard_size // 64))
+    # One for each of eight processes: a cell takes each reader 6 µs beside its bytes.
+    return max(count, min(8, shard_size // (2 * UNIT)), min(4, shard_size // 64))
 
 
 class Share:
@@ -110,13 +129,36 @@ class Share:
     def size(self) -> int:
         return self.stop - self.start
 
+    def view(self, shards: int, cells: int) -> Share:
+        """The same span in another cut, of whose cells it may hold parts."""
+        if (shards, cells) == (self.cut.shards, self.cut.cells):
+            return self
+        share = copy(self)
+        share.cut = cut = Cut(self.cut.size, shards, cells)
+        # Cells without values at its ends are its own, too: somebody has to carry each.
+        first = bisect_left(cut.bounds, self.start)
+        stop = bisect_right(cut.bounds, self.stop) - 1
+        first -= cut.bounds[first] > self.start
+        stop += cut.bounds[stop] < self.stop
+        share.cells = range(first, min(stop, cells))
+        return share
+
     def cells_of(self, shard: int) -> range:
-        return self.cut.span(shard, self.process, self.processes)
+        """The cells of a shard in this share."""
+        shards = self.cut.shards
+        first = self.cells.start + (shard - self.cells.start) % shards
+        return range(first, max(first, self.cells.stop), shards)
 
     def slice_of(self, cell: int) -> slice:
-        """Where a carried cell lies in the row."""
-        bounds = self.cut.bounds
-        return slice(bounds[cell] - self.start, bounds[cell + 1] - self.start)
+        """Where what is carried of a cell lies in the row."""
+        part = self.part_of(cell)
+        first = self.cut.bounds[cell] - self.start
+        return slice(first + part.start, first + part.stop)
+
+    def part_of(self, cell: int) -> slice:
+        """What of a cell is carried."""
+        first, stop = self.cut.bounds[cell : cell + 2]
+        return slice(max(first, self.start) - first, min(stop, self.stop) - first)
 
 
 def overlap(ours: range, theirs: range) -> range:

@@ -1,6 +1,7 @@
 """The objects of a run: their keys and what the small ones hold.
 
 upload/ROUND/RANK.NONCE-SERIAL    what one replica brings to a round; its header is at the end
+upload/ROUND/RANK.NONCE-SERIAL+K  what one that left K rounds before brings to this round
 part/ROUND/RANK.NONCE-SERIAL/P    cells of process P of a replica of several
 manifest/ROUND                    who is in the round: creating it commits the round
 mean/ROUND/SHARD.P                the mean of one shard, cut like its owner
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 
@@ -28,6 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.core.model import json_decoder
+from atoll.diloco.data.ledger import Terms
 from atoll.diloco.data.ranges import Ranges
 
 T = TypeVar("T")
@@ -59,7 +61,7 @@ class DamagedObject(ValueError):
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key} is damaged: {reason}")
-        self.key = key
+        self.key, self.reason = key, reason
 
 
 # -- Keys ---------------------------------------------------------------------------------------
@@ -79,6 +81,12 @@ class CheckpointKey(NamedTuple):
 
 def upload_key(round: int, rank: int, nonce: str, serial: int) -> str:
     return f"upload/{round:08d}/{rank:05d}.{nonce}-{serial:06d}"
+
+
+def rest_key(upload: str, ahead: int) -> str:
+    """The key under which one that leaves brings another fragment to a round that comes later."""
+    round, name = upload.removeprefix("upload/").split("/")
+    return f"upload/{int(round) + ahead:08d}/{name}+{ahead}"
 
 
 def part_key(upload: str, process: int) -> str:
@@ -106,8 +114,12 @@ def piece_key(round: int, nonce: str, process: int) -> str:
     return f"state/{round:08d}.{nonce}/{process}"
 
 
+def ended_prefix(launch: str) -> str:
+    return f"upload/ended/{launch}/"
+
+
 def ended_key(launch: str, rank: int, how: str) -> str:
-    return f"upload/ended/{launch}/{rank:05d}.{how}"
+    return f"{ended_prefix(launch)}{rank:05d}.{how}"
 
 
 def history_key(block: int) -> str:
@@ -134,6 +146,12 @@ def parse_ended(key: str, launch: str) -> tuple[int, str] | None:
     return (int(match[2]), match[3]) if match and match[1] == launch else None
 
 
+def read_ended(body: bytes | None) -> tuple[int, str] | None:
+    """The round and the chain at which a rank ended, as its mark says."""
+    match = re.fullmatch(f"([0-9]{{1,8}}) {_HEX}".encode(), body or b"")
+    return match and (int(match[1]), match[2].decode())
+
+
 def parse_checkpoint(key: str) -> CheckpointKey | None:
     match = _CHECKPOINT.fullmatch(key)
     return match and CheckpointKey(int(match[1]), match[2])
@@ -151,19 +169,28 @@ Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 Round = Annotated[int, Meta(ge=0, le=MAX_ROUND)]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Weight = Annotated[float, Meta(ge=0)]
+Tokens = Annotated[float, Meta(ge=0)]
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 Nonce = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Sections = tuple[tuple[Count, ...], ...]  # bytes, by process and shard
 
 
+class Rest(msgspec.Struct, frozen=True):
+    """What one that leaves brings to a round that comes later."""
+
+    weight: Weight
+    sections: Sections = ()
+
+
 class UploadHeader(msgspec.Struct, frozen=True):
     """What an upload says of itself.
 
-    `chain`: the state that the pseudo-gradient was taken from. `claim`: the positions whose
-    training it carries; `want`: how many positions the rank wants to hold; `end`: the stream ends
-    there. `sections` are empty where they follow from the layout. `sums` are for the checks of the
-    first rounds. `is_leaving`: the replica goes as soon as the upload is stored.
+    `chain`: the state that the pseudo-gradient was taken from. `data`: the digest of the terms of
+    the shared data; `claim`: the positions whose training it carries; `want`: how many positions
+    the rank wants to hold; `end`: the stream ends there. `sections` are empty where they follow
+    from the layout. `sums` are for the checks of the first rounds. `is_leaving`: the replica goes
+    as soon as the upload is stored; `rest`: what it brings to the next rounds, one after the other.
     """
 
     rank: Rank
@@ -174,13 +201,15 @@ class UploadHeader(msgspec.Struct, frozen=True):
     world: Count
     processes: Processes
     steps: Count
-    tokens: Count = 0
+    tokens: Tokens = 0.0
+    data: str = ""
     claim: Ranges = ()
     want: Count = 0
     end: Count | None = None
     sections: Sections = ()
     sums: dict[str, str] = {}
     is_leaving: bool = False
+    rest: tuple[Rest, ...] = ()
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -191,12 +220,27 @@ class Member(msgspec.Struct, frozen=True):
     weight: Weight
     processes: Processes = 1
     steps: Count = 0
-    tokens: Count = 0
+    tokens: Tokens = 0.0
     claim: Ranges = ()
     want: Count = 0
     end: Count | None = None
     sections: Sections = ()
+    sums: dict[str, str] = {}
     has_left: bool = False
+    rest: tuple[Rest, ...] = ()
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether it left in an earlier round, whose manifest has committed this upload, too."""
+        return "+" in self.upload
+
+
+class Departed(msgspec.Struct, frozen=True):
+    """A member that left in `round`, and what it brings to later ones. Part of a run's state."""
+
+    round: Round
+    layout: Digest
+    member: Member
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -211,7 +255,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     """Who is in a round, with which weights. Creating it commits the round.
 
     `cells` of the round's fragment go to the shards in turn, so the names of all means follow from
-    the manifest alone. `spread_s`: seconds between the upload that made the quorum and the last.
+    the manifest alone; with the codecs, too, whoever comes later reads them, whatever its own cut.
+    `fragments` of the run take turns; this one has `size` values. `data`: the terms of the shared
+    data. `spread_s`: seconds between the upload that made the
+    quorum and the last.
     """
 
     round: Round
@@ -225,6 +272,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     refused: tuple[Refusal, ...] = ()
     decided_by: Nonce = "0" * 16
     spread_s: float = 0.0
+    layout: Digest = ZERO
+    fragments: Annotated[int, Meta(ge=1)] = 1
+    size: Count = 0
+    codec: str = "fp32"
+    mean_codec: str = "fp32"
+    data: Terms | None = None
     format: Literal[2] = FORMAT
 
     @cached_property
@@ -247,14 +300,13 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
         return tuple(
             f"{shard:05d}.{part}"
             for shard in range(self.shards)
-            for part in range(self.parts_of(shard))
-            if self.span(shard, part, self.parts_of(shard))
+            for part in _parts_with_cells(len(self.span(shard, 0, 1)), self.parts_of(shard))
         )
 
     @property
     def has_work(self) -> bool:
         """Whether anybody trained. A round without work must not move the parameters."""
-        return any(member.weight and member.steps for member in self.members)
+        return any(member.weight for member in self.members)
 
     @property
     def total_weight(self) -> float:
@@ -286,6 +338,13 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
         return cells[len(cells) * part // parts : len(cells) * (part + 1) // parts]
 
 
+def _parts_with_cells(cells: int, parts: int) -> Iterable[int]:
+    """Of a shard: there may be more parts than cells, and those without any are no objects."""
+    if parts <= cells:
+        return range(parts)
+    return [-(-parts * cell // cells) - 1 for cell in range(1, cells + 1)]
+
+
 class MeanHeader(msgspec.Struct, frozen=True):
     """Before the table and the cells of a mean. `excluded`: members whose cells are not in it."""
 
@@ -307,7 +366,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """The state after `round` rounds; its values are in the pieces of `nonce`.
 
     The pieces are cut by `shards` and `processes` of whoever saved it. `last`: the manifest of the
-    round before. `ledger`: packed, where replicas share their data.
+    round before. `ledger`: packed, where replicas share their data. `steps` and `tokens`: the run's
+    clock.
     """
 
     round: Round
@@ -318,6 +378,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     processes: Processes
     last: Manifest | None = None
     ledger: str = ""
+    steps: Count = 0
+    tokens: Tokens = 0.0
+    departed: tuple[Departed, ...] = ()
     format: Literal[2] = FORMAT
 
 

@@ -81,7 +81,7 @@ class Pace:
         if self._fixed_s is not None:
             return min(self._fixed_s, self._longest_s)
         learned = 4 * max(self._spreads) if self._spreads else FIRST_GRACE_S
-        return min(_clamp(learned * 2**self._doublings), self._longest_s)
+        return min(_clamp(_clamp(learned) * 2**self._doublings), self._longest_s)
 
     @property
     def owner_grace_s(self) -> float:

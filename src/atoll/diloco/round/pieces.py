@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -94,32 +94,35 @@ def load_pieces(
     store: ObjectStore,
     prefix: str,
     meta: Checkpoint,
-    layout: RunLayout,
+    adopt: Callable[[RunLayout], object],
     fragments: Sequence[Fragment],
 ) -> bool:
     """Read what this process carries into the rows. False: a piece is missing or damaged.
 
-    Raises ValidationError if the run is of another model, or has another outer rule.
+    `adopt` is told the layout of whoever saved each piece, before it is read, and may raise.
     """
-    wanted = [each.share.size * len(each.outer.rows) for each in fragments]
+    found = [0] * len(fragments)
     try:
         for process in range(meta.processes):
             key = f"{prefix}{piece_key(meta.round, meta.nonce, process)}"
-            for block, count in _load_piece(store, key, layout, fragments):
-                wanted[block.fragment] -= count
+            for block, count in _load_piece(store, key, adopt, fragments):
+                found[block.fragment] += count
     except (NotFound, Damaged):
         return False
-    return not any(wanted)
+    return found == [each.share.size * len(each.outer.rows) for each in fragments]
 
 
 def _load_piece(
-    store: ObjectStore, key: str, layout: RunLayout, fragments: Sequence[Fragment]
+    store: ObjectStore,
+    key: str,
+    adopt: Callable[[RunLayout], object],
+    fragments: Sequence[Fragment],
 ) -> Iterator[tuple[_Block, int]]:
     """Each block, and how many of its values are carried here."""
     reader = store.reader(key)
     try:
         header, first = _read_header(reader)
-        _check_same(header.layout, layout)
+        adopt(header.layout)
         blocks = _blocks(header)
         parts = [_find_part(block, fragments) for block in blocks]
         numbers = [number for number, part in enumerate(parts) if part.stop > part.start]
@@ -180,8 +183,11 @@ def _read_header(reader: RangeReader) -> tuple[PieceHeader, int]:
     return header, _HEAD.size + length
 
 
-def _check_same(theirs: RunLayout, ours: RunLayout) -> None:
-    """Another world and other codecs may go on with a run; another model may not."""
+def check_same(theirs: RunLayout, ours: RunLayout) -> None:
+    """Another world and other codecs may go on with a run; another model may not.
+
+    Raises ValidationError.
+    """
     theirs = msgspec.structs.replace(
         theirs, world=ours.world, codec=ours.codec, mean_codec=ours.mean_codec
     )

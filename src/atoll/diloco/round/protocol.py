@@ -1,16 +1,19 @@
 """The outer round as a pure machine: upload, manifest, means, outer step.
 
 Creating the manifest commits a round. The mean of each shard is created once, by its owner or by
-whoever stands in, so all replicas end a round with the same bits. `RoundMachine` has four
-generators of effects: `open`, `prepare`, `run` and `leave`. What the store fails to do is thrown
-into them; the next `prepare` or `run(None)` goes on where they stopped.
+whoever stands in, so all replicas end a round with the same bits. The calls of `RoundMachine` are
+generators of effects. What the store fails to do is thrown into them; the next `prepare` or
+`run(None)` goes on where they stopped.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Ledger
+from atoll.diloco.data.ledger import Terms as DataTerms
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round import decide, gc, objects
 from atoll.diloco.round.decide import Decision, Look, Terms
@@ -24,7 +27,9 @@ from atoll.diloco.round.effects import (
     BelowMinimum,
     Create,
     Delete,
+    EndMark,
     Get,
+    GetAll,
     Headers,
     List,
     LoadCheckpoint,
@@ -35,18 +40,30 @@ from atoll.diloco.round.effects import (
     Put,
     RoundConfig,
     RoundResult,
+    RunState,
     SaveCheckpoint,
     Sleep,
     Steps,
     StoreError,
     StoreIgnoresConditions,
     Stuck,
+    UnlikeUpload,
     Upload,
 )
-from atoll.diloco.round.objects import Checkpoint, DamagedObject, Manifest, Outcome, UploadHeader
+from atoll.diloco.round.objects import (
+    Checkpoint,
+    DamagedObject,
+    Departed,
+    Manifest,
+    Member,
+    Outcome,
+    Rest,
+    UploadHeader,
+)
 from atoll.diloco.round.pace import STAGGER_S, Pace
 
 START_S = 10.0  # rank 0 creates the first checkpoint; others do if it has not by then
+WAITING_S = 5.0  # a first round that takes longer says for whom it waits
 
 
 class _Behind(Exception):
@@ -55,6 +72,14 @@ class _Behind(Exception):
 
 class _Leave(Exception):
     """This replica was told to go, and its upload is stored."""
+
+
+@dataclass
+class _HandingIn:
+    """What one that leaves has not handed in yet: weights by fragment, and what to say of them."""
+
+    offer: Offer
+    left: dict[int, float]
 
 
 class RoundMachine:
@@ -72,6 +97,8 @@ class RoundMachine:
         self.chain = objects.ZERO
         self.ledger = ledger
         self.last: Manifest | None = None  # of the round before
+        self.steps, self.tokens = 0, 0.0  # the run's clock
+        self.departed: tuple[Departed, ...] = ()
         self.needs_join = True
         # The offer whose round is not over: nobody may touch the row meanwhile.
         self.offer: Offer | None = None
@@ -80,6 +107,12 @@ class RoundMachine:
         self._serial = 0
         self._begun = ""  # digest of the manifest whose means are being applied
         self._is_current = False  # the last upload was in its round, so nothing was missed
+        self._is_shared = False  # a committed round, or a checkpoint, has the ledger
+        self._is_established = False  # was a member beside others since it was opened
+        self._handing_in: _HandingIn | None = None
+        self._joins = 0
+        self._opened = 0.0  # the store's time
+        self._want, self._sums = 0, dict[str, str]()  # as last offered
         self._now = 0.0
         self._chains: dict[int, str] = {}  # since the join
         self._plans: dict[int, str] = {}
@@ -90,7 +123,14 @@ class RoundMachine:
         """Whether an offer was made and it is not known yet what became of it."""
         return self.offer is not None
 
-    # -- The four calls -------------------------------------------------------------------------
+    @property
+    def state(self) -> RunState:
+        return RunState(
+            *(self.round, self.chain, self.last, self.ledger, self.steps, self.tokens),
+            is_pending=self.is_pending,
+        )
+
+    # -- The calls ------------------------------------------------------------------------------
 
     def open(self) -> Steps[RoundResult]:
         """Check the store, and join the run."""
@@ -102,11 +142,31 @@ class RoundMachine:
                 f"the store created {key} twice: it ignores conditional writes (If-None-Match), "
                 "without which replicas cannot agree. Use a store or a gateway that has them"
             )
+        self._opened = max(
+            (time for each, time in (yield List("probe/")) if each == key), default=0
+        )
         marks = (objects.DONE, objects.FAILED, objects.LEFT)
         own = (objects.ended_key(config.launch, config.rank, how) for how in marks)
         yield Delete((key, *own))
         yield from self._join()
+        yield from self._commit_handed_in()
         return self._result(DROPPED)
+
+    def _commit_handed_in(self) -> Steps[None]:
+        """Where all were told to leave, nobody was there to commit what they handed in."""
+        try:
+            while not self.is_leaving and (
+                self._is_deserted or (yield from self._look({})).has_leaving
+            ):
+                yield from self._run(self._make_empty_offer())
+        except BelowMinimum as reason:
+            yield Log(f"what was handed in is not committed yet: {reason}")
+
+    @property
+    def _is_deserted(self) -> bool:
+        """Whether all members of the last round have left, and bring something to the next."""
+        is_empty = self.last is not None and not self.last.present
+        return is_empty and bool(decide.find_rests(self._terms))
 
     def prepare(self) -> Steps[RoundResult | None]:
         """Settle what is open, so that the row may be changed. None: nothing was."""
@@ -118,40 +178,140 @@ class RoundMachine:
                 yield from self._catch_up()
             except _Behind as reason:
                 yield from self._join(str(reason))
-                result = self._result(DROPPED)
+                result = yield from self._take_empty_round()
         return result
+
+    def is_behind(self) -> Steps[bool]:
+        """Whether `prepare` would change the values, by what is known or in the store."""
+        if self.is_pending or self.needs_join:
+            return True
+        if self._is_current:
+            return False
+        return (yield from self._has_later_manifest(self.round - 1))
 
     def run(self, offer: Offer | None) -> Steps[RoundResult]:
         """Take an offer through one round; None: go on with the one before."""
+        joins = self._joins
+        result = yield from self._run(offer)
+        return result if self._joins == joins else (yield from self._take_empty_round())
+
+    def _take_empty_round(self) -> Steps[RoundResult]:
+        """One that had to join again takes a round at once, with an offer of nothing.
+
+        So the others wait for it next time: a slow one that trained first would stay behind for
+        ever.
+        """
+        result = self._result(DROPPED)
+        if not self.is_leaving:
+            result = yield from self._run(self._make_empty_offer())
+        return result if result.fate == LEFT else self._result(DROPPED)
+
+    def _run(self, offer: Offer | None) -> Steps[RoundResult]:
         if offer is not None:
-            assert not self.is_pending, "prepare() comes first"
-            self.offer = offer
-            if not offer.is_finite:
-                self.memory.drop()
+            self._take_offer(offer)
         try:
             if self.needs_join:
                 raise _Behind("a join had failed")
             assert self.is_pending, "there is nothing to go on with"
             manifest = yield from self._decide_round()
+            refusal = self._find_refusal(manifest)
             fate = yield from self._complete(manifest)
         except _Leave:
-            yield from self.leave(objects.LEFT)
+            if len(self.config.cells) == 1:  # else the other fragments are handed in before it goes
+                yield from self.leave(objects.LEFT)
             return self._result(LEFT)
         except _Behind as reason:
             yield from self._join(str(reason))
             return self._result(DROPPED)
         yield from self._tidy(manifest)
+        if refusal and not self._is_established:
+            raise UnlikeUpload(self.config.rank, f"{refusal} (there: this replica)")
         return self._result(fate)
+
+    def hand_in(self, offer: Offer | None, weights: tuple[float, ...]) -> Steps[RoundResult]:
+        """Store the rows of all fragments, with these weights, and go.
+
+        The round of the first of them commits the others, too: the members of the next rounds take
+        them in. If the round is decided already, it is taken before, and the next one is brought
+        what is left. `offer` says what came since the one that is pending, if there is one. Called
+        again after an error, it goes on.
+        """
+        offer = offer or Offer(0.0, 0)
+        if self._handing_in is None:
+            left = {at: weight * offer.is_finite for at, weight in enumerate(weights)}
+            if self.offer is not None:
+                left[self.round % len(weights)] = self.offer.weight
+                offer = _merge(self.offer, offer)
+            self._handing_in = _HandingIn(offer, left)
+        self.is_leaving, rows = True, self._handing_in
+        is_stored = False
+        try:
+            while any(rows.left.values()) and not self.needs_join:
+                manifest = (yield from self._read_manifest(self.round)) if self.uploads else None
+                if manifest is None and is_stored:
+                    break
+                if manifest is None:
+                    yield from self._hand_in_rows(rows)
+                    is_stored = True
+                    continue
+                member = manifest.member(self.config.rank)
+                if member and member.upload in self.uploads and (member.rest or len(weights) == 1):
+                    break
+                fragment, is_stored = self.round % len(weights), False
+                fate = yield from self._complete(manifest)
+                if fate == DROPPED:
+                    break
+                if fate == MEMBER and member:
+                    rows.left[fragment] = 0.0
+                    rows.offer = _subtract(rows.offer, member)
+        except _Behind as reason:
+            yield Log(f"rank {self.config.rank} leaves, and what it had is dropped: {reason}")
+            self._drop()
+        yield from self.leave(objects.LEFT)
+        return self._result(LEFT)
 
     def leave(self, how: str) -> Steps[None]:
         """Tell the others not to wait for this rank: it is done, has failed or left."""
-        yield Put(objects.ended_key(self.config.launch, self.config.rank, how), how.encode())
+        key = objects.ended_key(self.config.launch, self.config.rank, how)
+        yield Put(key, f"{self.round} {self.chain}".encode())
+
+    def finish(self, *, is_told: bool = True) -> Steps[list[EndMark]]:
+        """Take every round that is decided, say that this rank is done, and where others were."""
+        if self.needs_join or self.is_pending:
+            yield from self.run(None)
+        try:  # others may have gone on since the last round of this replica
+            yield from self._catch_up()
+        except _Behind as reason:
+            yield from self._join(str(reason))
+        if is_told:
+            yield from self.leave(objects.DONE)
+        launch, rank = self.config.launch, self.config.rank
+        found = {}
+        for key, _ in (yield List(objects.ended_prefix(launch))):
+            ended = objects.parse_ended(key, launch)
+            if ended and ended[1] == objects.DONE and ended[0] != rank:
+                found[key] = ended[0]
+        bodies = (yield GetAll(tuple(found))) if found else {}
+        marks = ((rank, objects.read_ended(bodies[key])) for key, rank in found.items())
+        return [EndMark(rank, *where) for rank, where in marks if where is not None]
+
+    def save(self) -> Steps[bool]:
+        """Save a checkpoint of this moment."""
+        return (yield from self._save())
+
+    def share_data(self, terms: DataTerms) -> Steps[None]:
+        """The replicas share their data from now on, unless the run has a ledger already."""
+        if self.ledger is None:
+            self.ledger = ledgers.begin(terms, self.round)
+        return
+        yield
 
     # -- Joining --------------------------------------------------------------------------------
 
     def _join(self, reason: str = "") -> Steps[None]:
         """Load the newest checkpoint and take every round since. What is owed is dropped."""
         self._drop()
+        self._joins += 1
         if reason:
             yield Log(f"rank {self.config.rank} joins again: {reason}")
         started = yield from self._sleep(0)
@@ -187,8 +347,8 @@ class RoundMachine:
                 yield Log(f"{key} is not whole: an older checkpoint is taken")
                 continue
             self.round, self.chain, self.last = meta.round, meta.chain, meta.last
-            if self.ledger is not None and meta.ledger:
-                self.ledger = ledgers.unpack(meta.ledger.encode())
+            self.steps, self.tokens, self.departed = meta.steps, meta.tokens, meta.departed
+            self._load_ledger(meta)
             self._chains = {self.round: self.chain}
             self._plans = {}
             self._saved = self.round
@@ -197,7 +357,7 @@ class RoundMachine:
             return ""
         if checkpoints:
             return f"none of {len(checkpoints)} checkpoints is whole"
-        if (yield List("manifest/")):
+        if (yield from self._has_later_manifest(-1)):
             raise Stuck("checkpoint/", "has no object, but rounds were committed: restore it")
         if self.config.rank:
             started = yield from self._sleep(0)
@@ -208,6 +368,13 @@ class RoundMachine:
         self.round, self.chain = 0, objects.ZERO
         yield from self._save()
         return "the first checkpoint"
+
+    def _load_ledger(self, meta: Checkpoint) -> None:
+        self._is_shared = bool(meta.ledger)
+        if meta.ledger:
+            self.ledger = ledgers.unpack(meta.ledger.encode())
+        elif self.ledger is not None:
+            self.ledger = ledgers.begin(self.ledger.terms, meta.round)
 
     def _catch_up(self) -> Steps[None]:
         """Take every round that is decided, in order: none is passed over."""
@@ -239,7 +406,7 @@ class RoundMachine:
         turn_s = first_s + self._place * STAGGER_S
         headers: dict[str, UploadHeader | None] = {}
         quorum_at: float | None = None
-        has_saved = False
+        has_saved = has_said = False
         looks = 0
         yield from self._sleep(first_s)
         while True:
@@ -258,10 +425,18 @@ class RoundMachine:
                     if manifest is None:
                         raise _Behind(f"round {round} was decided, and its manifest is gone")
                     return manifest
+                yield from self._check_unlike(look)
                 decision = self._decide(look, quorum_at, is_timeout=is_timeout)
                 if decision.has_quorum and quorum_at is None:
                     quorum_at = self._now
                     decision = self._decide(look, quorum_at, is_timeout=is_timeout)
+                waiting_s = min(WAITING_S, config.timeout_s / 4)
+                is_slow = decision.ranks is None and waited >= waiting_s and not has_said
+                if is_slow and self.last is None and config.together:
+                    has_said = True
+                    ranks = ", ".join(map(str, decision.missing))
+                    count = len(config.together)
+                    yield Log(f"waiting for ranks {ranks} of {count} before the first round")
                 if decision.ranks is not None:
                     manifest = yield from self._create_manifest(look, decision)
                 elif waited > self.pace.straggler_grace_s:
@@ -274,10 +449,13 @@ class RoundMachine:
                 self.pace.note_wait("manifest", waited, looks)
                 return manifest
             if is_timeout:
-                raise BelowMinimum(round, len(look.there), config.quorum, decision.missing)
+                raise BelowMinimum(
+                    *(round, len(look.there), decision.needs, config.timeout_s),
+                    decide.sort_absent(look, decision.missing),
+                )
             yield from self._sleep(self.pace.pause_s(waited - first_s))
 
-    def _upload(self) -> Steps[None]:
+    def _upload(self, rest: tuple[Rest, ...] = ()) -> Steps[None]:
         """Store the row. The key is new each time: a manifest may name any of them."""
         config, offer = self.config, self.offer
         assert offer is not None
@@ -285,7 +463,8 @@ class RoundMachine:
         key = objects.upload_key(self.round, config.rank, config.nonce, self._serial)
         is_leaving = self.is_leaving
         # Without weight no mean reads the row, and the work in it is claimed when it is counted.
-        claim = offer.claim if offer.weight or not offer.is_finite else ()
+        is_counted = offer.weight or any(each.weight for each in rest)
+        claim = offer.claim if is_counted or not offer.is_finite else ()
         header = UploadHeader(
             rank=config.rank,
             nonce=config.nonce,
@@ -296,20 +475,76 @@ class RoundMachine:
             processes=config.processes,
             steps=offer.steps,
             tokens=offer.tokens,
+            data="" if self.ledger is None else self.ledger.terms.digest,
             claim=claim,
             want=0 if is_leaving else offer.want,
             end=offer.end,
             sums=offer.sums,
-            is_leaving=is_leaving,
+            is_leaving=is_leaving and (self._handing_in is not None or len(config.cells) == 1),
+            rest=rest,
         )
         self.uploads.append(key)
         self.header = yield Upload(key, self.round, header)
-        if is_leaving:
+        if is_leaving and self._handing_in is None:
             raise _Leave
+
+    def _hand_in_rows(self, rows: _HandingIn) -> Steps[None]:
+        """One upload with the rows of all fragments, in the order of the rounds they belong to."""
+        count = len(self.config.cells)
+        order = [rows.left[(self.round + ahead) % count] for ahead in range(count)]
+        self.header = None
+        self.offer = rows.offer._replace(weight=order[0])
+        yield from self._upload(tuple(Rest(weight) for weight in order[1:]))
+
+    def _take_offer(self, offer: Offer) -> None:
+        assert not self.is_pending, "prepare() comes first"
+        self.offer = offer
+        self._want = offer.want
+        self._sums = offer.sums or self._sums
+        if not offer.is_finite:
+            self.memory.drop()
+
+    def _make_empty_offer(self) -> Offer:
+        """An offer of one that has not trained, and keeps the data that it holds."""
+        return Offer(0.0, 0, want=max(self._want, ranges.size(self.hold)), sums=self._sums)
+
+    @property
+    def _is_empty_handed(self) -> bool:
+        """Whether the offer is one of nothing, which may be made before it is known what is due."""
+        offer = self.offer
+        return offer is not None and not offer.weight and not offer.claim
+
+    def _check_unlike(self, look: Look) -> Steps[None]:
+        """Raise where another replica has other settings, in the first rounds of this one.
+
+        Only if it has lived since this one was opened: what is left of an earlier life of the run,
+        with other settings, must not keep it from going on. And nobody who is in the rounds with
+        others ends for a newcomer's mistake.
+        """
+        if self._is_established or self._is_empty_handed:
+            return
+        for _, time, header in look.unlike:
+            rank, failed_at = header.rank, look.ended_at.get(header.rank, -1.0)
+            is_failed = look.ended.get(rank) == objects.FAILED and failed_at >= self._opened
+            if rank != self.config.rank and (time >= self._opened or is_failed):
+                yield from self.leave(objects.FAILED)  # so that the other one sees it, too
+                raise UnlikeUpload(rank, decide.find_difference(header, self._terms), header)
+
+    def _find_refusal(self, manifest: Manifest) -> str:
+        """Why the round was decided without this replica, if that is for its settings."""
+        header = self.header
+        if header is None:
+            return ""
+        data = "" if manifest.data is None else manifest.data.digest
+        is_unlike = header.layout != manifest.layout or (
+            header.data != data and not self._is_empty_handed
+        )
+        reasons = [each.reason for each in manifest.refused if each.upload in self.uploads]
+        return reasons[-1] if is_unlike and reasons else ""
 
     @property
     def _place(self) -> int:
-        is_idle = self.offer is not None and not self.offer.steps
+        is_idle = self.offer is not None and not self.offer.weight
         return decide.find_turn(self.last, self.config.rank, self.config.world, is_idle=is_idle)
 
     def _look(self, headers: dict[str, UploadHeader | None]) -> Steps[Look]:
@@ -324,34 +559,29 @@ class RoundMachine:
             headers.update(decide.read_headers(bodies))
         return decide.examine(listing, headers, self._terms, self.last, self.config.launch)
 
-    def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
+    def _expected(self, look: Look) -> set[int]:
         config, last = self.config, self.last
         members = {each.rank for each in last.present} if last else {*range(config.world)}
-        expected = {rank for rank in members | look.late if rank < config.world} | {config.rank}
+        return {rank for rank in members | look.late if rank < config.world} | {config.rank}
+
+    def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
+        config, last = self.config, self.last
         grace_s = self.pace.straggler_grace_s
         return decide.decide_manifest(
             look.there,
-            expected,
+            self._expected(look),
             look.ended,
-            config.quorum,
+            config.quorum if last else max(config.quorum, config.first_quorum),
             config.world,
-            together=config.together if last is None else (),
+            together=len(config.together) if last is None else 0,
             is_grace_over=quorum_at is not None and self._now - quorum_at >= grace_s,
             is_timeout=is_timeout,
         )
 
     def _create_manifest(self, look: Look, decision: Decision) -> Steps[Manifest]:
-        config = self.config
-        manifest = decide.make_manifest(
-            look,
-            decision,
-            self._terms,
-            shards=config.shards,
-            cells=config.cells[self.round % len(config.cells)],
-            has_direct=config.has_direct,
-            needs=config.quorum,
-            nonce=config.nonce,
-        )
+        if decision.missing:
+            yield Log(f"round {self.round} goes on without ranks {list(decision.missing)}")
+        manifest = decide.make_manifest(look, decision, self._terms, self.config)
         key = objects.manifest_key(self.round)
         if (yield Create(key, objects.encode(manifest))):
             return manifest
@@ -471,9 +701,10 @@ class RoundMachine:
 
     def _commit(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:
         """Fold the round into memory. Nothing waits here: it happens whole or not at all."""
-        if self.ledger is not None:
-            claims = [decide.claim_of(member) for member in manifest.members]
-            self.ledger = ledgers.commit(self.ledger, claims, manifest.world)
+        self._fold_ledger(manifest)
+        self.steps += max((member.steps for member in manifest.members), default=0)
+        self.tokens += sum(member.tokens for member in manifest.members)
+        self.departed = decide.fold_departed(self.departed, manifest)
         self.chain = objects.extend_chain(manifest, outcomes)
         self.round += 1
         self._begun = ""
@@ -482,6 +713,7 @@ class RoundMachine:
         if fate == DROPPED:
             self.memory.drop()
         self._is_current = fate == MEMBER
+        self._is_established |= fate == MEMBER and len(manifest.present) > 1
         self.last = manifest
         self.offer = self.header = None
         self.uploads.clear()
@@ -490,6 +722,18 @@ class RoundMachine:
         self.pace.note_manifest(manifest)
         return fate
 
+    def _fold_ledger(self, manifest: Manifest) -> None:
+        """The ledger is that of the rounds, whenever this replica came to have one."""
+        if manifest.data is None:
+            if self.ledger is not None:
+                self.ledger = ledgers.begin(self.ledger.terms, self.round + 1)
+            return
+        if self.ledger is None or not self._is_shared:
+            self.ledger = ledgers.begin(manifest.data, manifest.round)
+        self._is_shared = True
+        claims = decide.claims_of(manifest.members)
+        self.ledger = ledgers.commit(self.ledger, claims, manifest.world)
+
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:
         """What became of the row."""
         member = manifest.member(self.config.rank)
@@ -497,8 +741,10 @@ class RoundMachine:
         if member is not None and member.upload in self.uploads:
             self.memory.settle(manifest, outcomes)
             fate, fresh = MEMBER, ranges.minus(fresh, member.claim)
-        elif member is not None or any(each.upload in self.uploads for each in manifest.refused):
-            return DROPPED  # another process counted for this rank, or the upload was refused
+        elif any(each.upload in self.uploads for each in manifest.refused):
+            return DROPPED
+        elif member is not None and not member.has_left:
+            return DROPPED  # another process counted for this rank
         else:
             fate = LATE
         # Honesty: work on data that is no longer this rank's to train on must not be brought.
@@ -532,7 +778,9 @@ class RoundMachine:
     def _save(self) -> Steps[bool]:
         """Save the state. A refused create is no error: that state is there."""
         config = self.config
-        packed = "" if self.ledger is None else ledgers.pack(self.ledger).decode()
+        packed = ""
+        if self.ledger is not None and self._is_shared:
+            packed = ledgers.pack(self.ledger).decode()
         meta = Checkpoint(
             round=self.round,
             chain=self.chain,
@@ -542,6 +790,9 @@ class RoundMachine:
             processes=config.processes,
             last=self.last,
             ledger=packed,
+            steps=self.steps,
+            tokens=self.tokens,
+            departed=self.departed,
         )
         yield SaveCheckpoint(objects.checkpoint_key(self.round, self.chain), meta)
         self._saved = max(self._saved, self.round)
@@ -567,7 +818,10 @@ class RoundMachine:
     @property
     def _terms(self) -> Terms:
         config = self.config
-        return Terms(self.round, self.chain, config.layout, config.world, self.ledger)
+        return Terms(
+            *(self.round, self.chain, config.layout, config.world, self.ledger),
+            *(self.departed, self._sums, self._opened),
+        )
 
     def _result(self, fate: str) -> RoundResult:
         return RoundResult(fate, self.round, self.chain, self.hold)
@@ -575,14 +829,57 @@ class RoundMachine:
     def _sleep(self, seconds: float) -> Steps[float]:
         """Wait, unless this replica is to leave and has handed in what it has."""
         self._now = yield Sleep(seconds)
-        if self.is_leaving and self.header is not None:
+        if self.is_leaving and self.header is not None and self._handing_in is None:
             raise _Leave
         return self._now
 
     def _read_manifest(self, round: int) -> Steps[Manifest | None]:
         key = objects.manifest_key(round)
         body = yield Get(key)
-        return None if body is None else objects.read_manifest(key, body)
+        if body is None:
+            return None
+        try:
+            return self._check_cut(objects.read_manifest(key, body))
+        except DamagedObject as problem:
+            again = yield Get(key)  # bytes can be damaged on the way, too
+            if again is not None and again != body:
+                return self._check_cut(objects.read_manifest(key, again))
+            raise Stuck(
+                key,
+                f"has committed round {round}, and is damaged: {problem.reason}. Restore it from a "
+                "copy of the store, or begin a new run from an export of the newest checkpoint",
+            ) from problem
+
+    def _check_cut(self, manifest: Manifest) -> Manifest:
+        """Refuse a cut that no world has: memory is taken for each of its cells."""
+        sizes = self.config.sizes
+        if sizes:
+            size = sizes[manifest.round % len(sizes)]
+            most = 16 * manifest.shards + size // 4096  # see layout.cells_per_shard
+            if manifest.size != size or manifest.cells > most or manifest.cells % manifest.shards:
+                key = objects.manifest_key(manifest.round)
+                raise DamagedObject(key, f"{size} values are not cut into {manifest.cells} cells")
+        return manifest
 
     def _has_later_manifest(self, round: int) -> Steps[bool]:
-        return bool((yield List("manifest/", objects.manifest_key(round))))
+        """Whether there is one of a round after this one. Other files there are no matter."""
+        listing = yield List("manifest/", objects.manifest_key(round) if round >= 0 else "")
+        return any(objects.parse_round(key) is not None for key, _ in listing)
+
+
+def _merge(pending: Offer, since: Offer) -> Offer:
+    """What a row is offered with that was offered before, with what came since."""
+    return pending._replace(
+        steps=pending.steps + since.steps,
+        tokens=pending.tokens + since.tokens,
+        claim=ranges.union(pending.claim, since.claim),
+    )
+
+
+def _subtract(offer: Offer, member: Member) -> Offer:
+    """What is left of an offer when a part of it was a member of a round."""
+    return offer._replace(
+        steps=max(0, offer.steps - member.steps),
+        tokens=max(0.0, offer.tokens - member.tokens),
+        claim=ranges.minus(offer.claim, member.claim),
+    )

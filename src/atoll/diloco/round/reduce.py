@@ -13,20 +13,18 @@ ones the encoded upload and the rounding of the own mean are kept until the roun
 from __future__ import annotations
 
 import logging
-import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from atoll.core.errors import NotFound
-from atoll.diloco.codecs import Codec
+from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.packing import Vector
 from atoll.diloco.pool import CORES, each
@@ -34,7 +32,15 @@ from atoll.diloco.round import cells as wire
 from atoll.diloco.round import objects
 from atoll.diloco.round.cells import Buffer, CellReader, Damaged, encode_cell, is_plain
 from atoll.diloco.round.effects import FOREIGN
-from atoll.diloco.round.layout import Share, offsets, overlap
+from atoll.diloco.round.inputs import (
+    BadInput,
+    MemberInputs,
+    WeightedMean,
+    add_scaled,
+    add_to_row,
+    zero_infinite,
+)
+from atoll.diloco.round.layout import Share, overlap
 from atoll.diloco.round.objects import DIRECT, Manifest, MeanHeader, Member, Outcome, UploadHeader
 from atoll.objectstore import ObjectStore, RangeReader
 
@@ -45,6 +51,10 @@ MAX_HEADER_BYTES = 16 << 20  # of JSON: the sections of a replica of 1,000 proce
 _LENGTH = struct.Struct("<I")
 _TRAILER = struct.Struct("<II")  # behind a header: its length and CRC
 _LARGEST = np.finfo(np.float32).max
+
+
+# Of an upload: the lengths of its sections, and those of the rows that it brings to later rounds.
+UploadSections = tuple[tuple[int, ...], list[tuple[int, ...]]]
 
 
 class OuterStep(Protocol):
@@ -62,6 +72,12 @@ class OuterStep(Protocol):
     def is_wanted(self) -> bool:
         """Whether values are wanted: else of a mean only what it says of itself is read."""
 
+    def room(self, start: int, size: int) -> Vector | None:
+        """Memory that the mean of these values may be made in, right before their step.
+
+        For a rule that keeps means as they are: it saves a copy. None: there is none.
+        """
+
     def step(self, round: int, start: int, mean: Vector) -> None:
         """Step the values of the row from `start` on. `mean` is to be left alone."""
 
@@ -71,7 +87,7 @@ class Fragment:
 
     def __init__(self, share: Share, outer: OuterStep) -> None:
         self.share, self.outer = share, outer
-        self._row: Vector = np.empty(share.size, np.float32)
+        self._row: Vector = np.empty(0, np.float32)  # a replica that joins needs none yet
         self._is_clear = True  # nothing is owed: the row counts as zeros, whatever it holds
         self.uploads: set[str] = set()  # the keys that hold the row as it is
         self.sent: dict[int, Buffer] = {}  # by cell, as uploaded; empty where that is the row
@@ -81,7 +97,7 @@ class Fragment:
     def row(self) -> Vector:
         """The pseudo-gradient, and what earlier rounds left out."""
         if self._is_clear:
-            self._row.fill(0)
+            self._make_row().fill(0)
             self._is_clear = False
         return self._row
 
@@ -97,19 +113,24 @@ class Fragment:
 
     def fill(self, write: Callable[[Vector], None]) -> None:
         """Let `write` write a whole row that is clear, before its upload: saves a copy of it."""
-        assert self._is_clear, "something is owed: add to it"
+        assert self._is_clear, "the row holds a residual: add to it"
         self.forget_upload()
-        write(self._row)
+        write(self._make_row())
         self._is_clear = False
 
     def add(self, start: int, values: Vector) -> None:
         """Add values to the row from `start` on, before its upload. Call it for parts of it: a
         pseudo-gradient need not exist as a whole."""
-        if self._is_clear and values.size == self._row.size:
+        if self._is_clear and values.size == self.share.size:
             self.fill(lambda row: np.copyto(row, values))
             return
         self.forget_upload()
         add_to_row(self.row[start : start + values.size], values)
+
+    def _make_row(self) -> Vector:
+        if self._row.size != self.share.size:
+            self._row = np.empty(self.share.size, np.float32)
+        return self._row
 
     def forget_upload(self) -> None:
         self.uploads.clear()
@@ -133,14 +154,6 @@ class _Made:
     cells: Sequence[Buffer] | None = None
     is_stored: bool = False
     rounding: dict[int, Vector] = field(default_factory=dict)  # what its bytes lack, by cell
-
-
-class _BadInput(Exception):
-    """The upload of this rank cannot be used."""
-
-    def __init__(self, rank: int, reason: str, *, is_missing: bool) -> None:
-        super().__init__(reason)
-        self.rank, self.is_missing = rank, is_missing
 
 
 class ReplicaValues:
@@ -169,9 +182,17 @@ class ReplicaValues:
         self._applied: dict[str, _Applied] = {}
         self._made: dict[str, _Made] = {}
         self._direct: _Direct | None = None
+        self._shares: dict[tuple[int, int, int], Share] = {}  # by fragment and cut
 
     def fragment(self, round: int) -> Fragment:
         return self.fragments[round % len(self.fragments)]
+
+    def share(self, manifest: Manifest) -> Share:
+        """What this process carries of a round, which replicas of another world may have cut."""
+        place = manifest.round % len(self.fragments), manifest.shards, manifest.cells
+        if place not in self._shares:
+            self._shares[place] = self.fragment(place[0]).share.view(*place[1:])
+        return self._shares[place]
 
     def key(self, key: str) -> str:
         return f"{self.prefix}{key}"
@@ -224,7 +245,7 @@ class ReplicaValues:
     def _settle_mean(
         self, manifest: Manifest, me: Member, fragment: Fragment, name: str, outcome: Outcome
     ) -> None:
-        carried = self._carried(manifest, fragment, name)
+        carried = self._carried(manifest, name)
         if self.rank not in outcome.excluded:
             for cell in carried:
                 self._subtract_sent(fragment, cell)
@@ -234,7 +255,7 @@ class ReplicaValues:
         factor = manifest.total_weight / me.weight
         for cell, rounding in made.rounding.items():
             if cell in carried:
-                _add_scaled(fragment.row[fragment.share.slice_of(cell)], rounding, factor)
+                add_scaled(fragment.row[fragment.share.slice_of(cell)], rounding, factor)
 
     def _subtract_sent(self, fragment: Fragment, cell: int) -> None:
         part = fragment.row[fragment.share.slice_of(cell)]
@@ -244,7 +265,7 @@ class ReplicaValues:
         sent = self.codec.decode(memoryview(fragment.sent[cell]), part.size)
         with np.errstate(invalid="ignore", over="ignore"):
             np.subtract(part, sent, out=part)
-        _zero_infinite(part)
+        zero_infinite(part)
         if (decay := getattr(self.codec, "decay", 1.0)) != 1:
             part *= np.float32(decay)
 
@@ -252,27 +273,48 @@ class ReplicaValues:
 
     def put_upload(self, key: str, round: int, header: UploadHeader) -> UploadHeader:
         """Store the upload of a replica of one process; return its header as it is stored."""
+        rests = [self._put_rest(key, round, ahead, header) for ahead in _aheads(header)]
         pieces, sections = self._encode_upload(key, round)
         self.fragment(round).uploads.add(key)
-        header = _with_sections(header, [sections])
-        self.store.put(self.key(key), [*pieces, pack_header(header)])
+        header = _with_sections(header, [(sections, rests)])
+        self._put(key, [*pieces, pack_header(header)])
         return header
 
-    def put_part(self, key: str, round: int) -> tuple[int, ...]:
+    def put_part(self, key: str, round: int, header: UploadHeader) -> UploadSections:
         """Store the part of this process; return the lengths of its sections."""
-        part = objects.part_key(key, self.fragment(round).share.process)
-        pieces, sections = self._encode_upload(part, round)
+        rests = [self._put_rest(key, round, ahead, header) for ahead in _aheads(header)]
+        sections = self._put_part(key, round)
         self.fragment(round).uploads.add(key)
-        self.store.put(self.key(part), pieces)
-        return sections
+        return sections, rests
 
     def put_header(
-        self, key: str, header: UploadHeader, sections: Sequence[tuple[int, ...]]
+        self, key: str, header: UploadHeader, sections: Sequence[UploadSections]
     ) -> UploadHeader:
         """Store the upload of a replica of several processes, once all parts are stored."""
         header = _with_sections(header, sections)
-        self.store.put(self.key(key), pack_header(header))
+        self._put(key, pack_header(header))
         return header
+
+    def _put_rest(
+        self, upload: str, round: int, ahead: int, header: UploadHeader
+    ) -> tuple[int, ...]:
+        """Store the row of a later round. It goes with the header of the upload."""
+        key, round = objects.rest_key(upload, ahead), round + ahead
+        if header.processes > 1:
+            return self._put_part(key, round)
+        pieces, sections = self._encode_upload(key, round)
+        self._put(key, pieces)
+        return sections
+
+    def _put_part(self, key: str, round: int) -> tuple[int, ...]:
+        part = objects.part_key(key, self.fragment(round).share.process)
+        pieces, sections = self._encode_upload(part, round)
+        self._put(part, pieces)
+        return sections
+
+    def _put(self, key: str, data: bytes | Sequence[Buffer]) -> None:
+        # A manifest will name it: what is committed survives a loss of power.
+        self.store.put(self.key(key), data, is_durable=True)
 
     def _encode_upload(self, key: str, round: int) -> tuple[list[Buffer], tuple[int, ...]]:
         """The table and the cells of each shard, and how long that is; () if the layout tells."""
@@ -319,7 +361,7 @@ class ReplicaValues:
             try:
                 made = self._sum_mean(manifest, name, excluded)
                 break
-            except _BadInput as problem:
+            except BadInput as problem:
                 if problem.is_missing and not exclude_missing:
                     return None
                 # Bytes can be damaged on the way, too: a second read decides.
@@ -351,27 +393,31 @@ class ReplicaValues:
         shard = objects.shard_of(name)
         return manifest.span(shard, objects.part_of(name), manifest.parts_of(shard))
 
-    def _carried(self, manifest: Manifest, fragment: Fragment, name: str) -> range:
-        """The cells of a mean that this process carries."""
-        ours = fragment.share.cells_of(objects.shard_of(name))
+    def _carried(self, manifest: Manifest, name: str) -> range:
+        """The cells of a mean that this process carries, or of which it carries a part."""
+        ours = self.share(manifest).cells_of(objects.shard_of(name))
         return overlap(ours, self._cells_of(manifest, name))
 
+    def codecs(self, manifest: Manifest) -> tuple[Codec, Codec]:
+        """Those of a round: a run may go on with others."""
+        if (manifest.codec, manifest.mean_codec) == (self.codec.name, self.mean_codec.name):
+            return self.codec, self.mean_codec
+        return get_codec(manifest.codec), get_codec(manifest.mean_codec)
+
     def _sum_mean(self, manifest: Manifest, name: str, excluded: set[int]) -> _Made:
-        """The mean of a shard, as it will be stored. Raises _BadInput."""
-        fragment = self.fragment(manifest.round)
-        share, numbers = fragment.share, self._cells_of(manifest, name)
+        """The mean of a shard, as it will be stored. Raises BadInput."""
+        fragment, numbers = self.fragment(manifest.round), self._cells_of(manifest, name)
+        share, (codec, mean_codec) = self.share(manifest), self.codecs(manifest)
         members = [m for m in manifest.members if m.weight and m.rank not in excluded]
         made = _Made(Outcome(self.nonce, tuple(sorted(excluded))))
-        carried = self._carried(manifest, fragment, name)
+        carried = self._carried(manifest, name)
         me = manifest.member(self.rank)
         is_own = me in members and me.upload in fragment.uploads
         # Once it is stored the row has done its work there, unless a stand-in excluded this rank.
-        is_in_row = (
-            is_own and is_plain(self.mean_codec) and self.codec.is_exact and carried == numbers
-        )
+        is_in_row = is_own and is_plain(mean_codec) and codec.is_exact and carried == numbers
         encoded: list[Buffer] = []
         mean = WeightedMean([member.weight for member in members])
-        with _Inputs(self, fragment, name, members, numbers) as inputs:
+        with MemberInputs(self, manifest, name, members, numbers) as inputs:
             if is_in_row:
                 fragment.overwritten.add(name)
             for cell, parts in inputs.cells():
@@ -381,12 +427,12 @@ class ReplicaValues:
                     continue
                 out = np.empty(size, np.float32)
                 mean.write(parts, out)
-                encoded.append(encode_cell(self.mean_codec, out))
-                if cell in carried and not self.mean_codec.is_exact:
-                    stored = self.mean_codec.decode(memoryview(encoded[-1]), size)
+                encoded.append(encode_cell(mean_codec, out))
+                if is_own and cell in carried and not mean_codec.is_exact:
+                    stored = mean_codec.decode(memoryview(encoded[-1]), size)
                     with np.errstate(invalid="ignore", over="ignore"):
                         np.subtract(out, stored, out=out)
-                    _zero_infinite(out)
+                    zero_infinite(out)
                     made.rounding[cell] = out
         made.cells = None if is_in_row else encoded
         return made
@@ -406,7 +452,7 @@ class ReplicaValues:
         What it carries nothing of is not in the answer.
         """
         fragment = self.fragment(manifest.round)
-        wanted = [name for name in names if self._carried(manifest, fragment, name)]
+        wanted = [name for name in names if self._carried(manifest, name)]
 
         def apply(name: str) -> Outcome | None:
             return self._apply_mean(manifest, fragment, name)
@@ -416,9 +462,8 @@ class ReplicaValues:
         return dict(zip(wanted, each(self.pool, apply, wanted, lanes), strict=True))
 
     def _apply_mean(self, manifest: Manifest, fragment: Fragment, name: str) -> Outcome | None:
-        carried = self._carried(manifest, fragment, name)
         applied = self._applied.get(name)
-        if applied is not None and applied.count == len(carried):
+        if applied is not None and applied.count == len(self._carried(manifest, name)):
             return applied.outcome
         made = self._made.get(name)
         try:
@@ -434,17 +479,19 @@ class ReplicaValues:
     def _apply_own(self, manifest: Manifest, fragment: Fragment, name: str, made: _Made) -> Outcome:
         """A mean that is stored as it lies in memory need not be read."""
         numbers, encoded = self._cells_of(manifest, name), made.cells
+        _, codec = self.codecs(manifest)
 
         def read(cell: int, out: Vector) -> Vector:
             if encoded is None:
                 return fragment.row[fragment.share.slice_of(cell)]
-            return self.mean_codec.decode(memoryview(encoded[numbers.index(cell)]), out.size)
+            return codec.decode(memoryview(encoded[numbers.index(cell)]), out.size)
 
         return self._step_cells(manifest, fragment, name, made.outcome, read)
 
     def _apply_stored(self, manifest: Manifest, fragment: Fragment, name: str) -> Outcome | None:
         key = objects.mean_key(manifest.round, name)
-        numbers, carried = self._cells_of(manifest, name), self._carried(manifest, fragment, name)
+        numbers, carried = self._cells_of(manifest, name), self._carried(manifest, name)
+        cut, (_, codec) = self.share(manifest).cut, self.codecs(manifest)
         is_all = carried == numbers and fragment.outer.is_wanted
         limit = 256 + 8 * len(manifest.members)  # of a header, with all members excluded
         end = None if is_all else _LENGTH.size + limit + wire.table_size(len(numbers))
@@ -468,17 +515,16 @@ class ReplicaValues:
             )
             cells.open()
             self._restore(manifest, fragment, name, outcome)
-            buffer = np.empty(max(map(fragment.share.cut.size_of, carried)), np.float32)
             done = 0 if applied is None else applied.count
 
             def read(cell: int, out: Vector) -> Vector:
-                cells.read(self.mean_codec, out)
+                cells.read(codec, out)
                 return out
 
             try:
                 for cell in carried[:done]:  # applied by a call that failed; its bytes are passed
-                    read(cell, buffer[: fragment.share.cut.size_of(cell)])
-                return self._step_cells(manifest, fragment, name, outcome, read, buffer)
+                    read(cell, np.empty(cut.size_of(cell), np.float32))
+                return self._step_cells(manifest, fragment, name, outcome, read)
             finally:
                 cells.close()
         finally:
@@ -491,16 +537,15 @@ class ReplicaValues:
         name: str,
         outcome: Outcome,
         read: Callable[[int, Vector], Vector],
-        buffer: Vector | None = None,
     ) -> Outcome:
         """Step each carried cell once, however often a call fails in between."""
-        share, carried = fragment.share, self._carried(manifest, fragment, name)
+        share, carried = self.share(manifest), self._carried(manifest, name)
         applied = self._applied.setdefault(name, _Applied(outcome))
+        buffer = np.empty(max(map(share.cut.size_of, carried)), np.float32)
         for cell in carried[applied.count :]:
-            at = share.slice_of(cell)
-            size = at.stop - at.start
-            room = np.empty(size, np.float32) if buffer is None else buffer[:size]
-            fragment.outer.step(manifest.round, at.start, read(cell, room))
+            room = _find_room(fragment, share, cell, buffer)
+            at = share.slice_of(cell).start
+            fragment.outer.step(manifest.round, at, read(cell, room)[share.part_of(cell)])
             applied.count += 1
         return outcome
 
@@ -510,13 +555,13 @@ class ReplicaValues:
             return
         me = manifest.member(self.rank)
         assert me is not None
-        numbers = self._carried(manifest, fragment, name)
+        numbers = self._carried(manifest, name)
         if self.rank in outcome.excluded:
             try:
-                with _Inputs(self, fragment, name, [me], numbers) as inputs:
+                with MemberInputs(self, manifest, name, [me], numbers) as inputs:
                     for cell, parts in inputs.cells():
                         fragment.row[fragment.share.slice_of(cell)] = next(iter(parts))
-            except _BadInput as problem:
+            except BadInput as problem:
                 log.warning("rank %d lost what it sent to mean %s: %s", self.rank, name, problem)
                 for cell in numbers:
                     fragment.row[fragment.share.slice_of(cell)] = 0
@@ -534,7 +579,7 @@ class ReplicaValues:
         me = manifest.member(self.rank)
         assert member is not None
         direct = self._direct
-        is_read = direct is not None and direct.count == len(fragment.share.cells)
+        is_read = direct is not None and direct.count == len(self.share(manifest).cells)
         if is_read and rank != self.rank and direct is not None and rank in direct.ranks:
             return True  # stepped with every cell of it, in this very round
         counted = [m for m in manifest.members if m.weight]
@@ -550,9 +595,9 @@ class ReplicaValues:
                 self._direct = _Direct(frozenset(m.rank for m in counted))
                 self._step_direct(manifest, fragment, counted, self._direct)
             else:
-                self._check_upload(fragment, member)
+                self._check_upload(manifest, member)
             return True
-        except _BadInput as problem:
+        except BadInput as problem:
             return None if problem.is_missing else False
 
     def apply_direct(
@@ -571,7 +616,7 @@ class ReplicaValues:
             return dict.fromkeys(receipts, FOREIGN)
         try:
             self._step_direct(manifest, fragment, counted, self._direct)
-        except _BadInput as problem:
+        except BadInput as problem:
             log.warning("round %d: rank %d: %s", manifest.round, problem.rank, problem)
             return dict.fromkeys(receipts, FOREIGN)
         return dict(receipts)
@@ -579,28 +624,30 @@ class ReplicaValues:
     def _step_direct(
         self, manifest: Manifest, fragment: Fragment, members: list[Member], direct: _Direct
     ) -> None:
-        share = fragment.share
+        share = self.share(manifest)
         if not members or direct.count == len(share.cells):
             return
         mean = WeightedMean([member.weight for member in members])
+        buffer = np.empty(max(map(share.cut.size_of, share.cells)), np.float32)
         for shard in range(share.cut.shards):
             numbers = share.cells_of(shard)
             first = min(max(direct.count - direct.at(shard, share), 0), len(numbers))
             if first == len(numbers):
                 continue
-            with _Inputs(self, fragment, "", members, numbers[first:]) as inputs:
+            with MemberInputs(self, manifest, "", members, numbers[first:]) as inputs:
                 for cell, parts in inputs.cells():
-                    at = share.slice_of(cell)
-                    out = np.empty(at.stop - at.start, np.float32)
+                    at = share.slice_of(cell).start
+                    out = _find_room(fragment, share, cell, buffer)
                     mean.write(parts, out)
-                    fragment.outer.step(manifest.round, at.start, out)
+                    fragment.outer.step(manifest.round, at, out[share.part_of(cell)])
                     direct.count += 1
 
-    def _check_upload(self, fragment: Fragment, member: Member) -> None:
-        """Read all cells that this process carries. Raises _BadInput."""
-        for shard in range(fragment.share.cut.shards):
-            numbers = fragment.share.cells_of(shard)
-            with _Inputs(self, fragment, "", [member], numbers, is_memory=False) as inputs:
+    def _check_upload(self, manifest: Manifest, member: Member) -> None:
+        """Read all cells that this process carries. Raises BadInput."""
+        share = self.share(manifest)
+        for shard in range(share.cut.shards):
+            numbers = share.cells_of(shard)
+            with MemberInputs(self, manifest, "", [member], numbers, is_memory=False) as inputs:
                 for _, parts in inputs.cells():
                     for _ in parts:
                         pass
@@ -618,163 +665,13 @@ class _Direct:
         return sum(len(share.cells_of(each)) for each in range(shard))
 
 
-class _Inputs:
-    """The values of some members for some cells of a shard, in the members' order."""
-
-    def __init__(
-        self,
-        values: ReplicaValues,
-        fragment: Fragment,
-        name: str,
-        members: Sequence[Member],
-        numbers: range,
-        *,
-        is_memory: bool = True,
-    ) -> None:
-        self._values, self._fragment = values, fragment
-        self._members, self._numbers = members, numbers
-        self._reads: list[Future[None]] = []
-        cut = fragment.share.cut
-        largest = max(map(cut.size_of, numbers), default=0)
-        is_carried = is_memory and all(each in fragment.share.cells for each in numbers)
-        is_here = is_carried and name not in fragment.overwritten
-        self._readers = {
-            member.rank: _MemberReader(values, fragment, member, numbers)
-            for member in members
-            if not (is_here and member.upload in fragment.uploads)
-        }
-        # Over a network all members are asked at once, and the next cell while one is added.
-        self._is_ahead = bool(self._readers) and not values.store.is_folder
-        rows = 2 * len(self._readers) if self._is_ahead else min(1, len(self._readers))
-        self._buffers = [np.empty(largest, np.float32) for _ in range(rows)]
-
-    def __enter__(self) -> _Inputs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for read in self._reads:  # one that went on would write into memory that others have
-            read.cancel()
-            if not read.cancelled():
-                read.exception()
-        for reader in self._readers.values():
-            reader.close()
-
-    def cells(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        """Each cell, and the members' values of it. Raises _BadInput, there or while they come."""
-        return self._cells_ahead() if self._is_ahead else self._cells_in_turn()
-
-    def _own(self, cell: int) -> Vector:
-        return self._values.own_cell(self._fragment, cell)
-
-    def _cells_in_turn(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        """A file is read when it is added, so it is in the cache, and takes one row of memory."""
-
-        def read(cell: int) -> Iterator[Vector]:
-            size = self._fragment.share.cut.size_of(cell)
-            for member in self._members:
-                reader = self._readers.get(member.rank)
-                if reader is None:
-                    yield self._own(cell)
-                else:
-                    out = self._buffers[0][:size]
-                    reader.read(cell, out)
-                    yield out
-
-        for cell in self._numbers:
-            yield cell, read(cell)
-
-    def _cells_ahead(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        ranks, cut = list(self._readers), self._fragment.share.cut
-
-        def begin(turn: int) -> dict[int, Vector]:
-            cell, first = self._numbers[turn], turn % 2 * len(ranks)
-            size = cut.size_of(cell)
-            rows = {rank: self._buffers[first + at][:size] for at, rank in enumerate(ranks)}
-            self._reads = [
-                self._values.pool.submit(self._readers[rank].read, cell, rows[rank])
-                for rank in ranks
-            ]
-            return rows
-
-        rows = begin(0) if self._numbers else {}
-        for turn, cell in enumerate(self._numbers):
-            for read in self._reads:
-                read.result()
-            ready = rows
-            if turn + 1 < len(self._numbers):
-                rows = begin(turn + 1)
-            yield (
-                cell,
-                iter(
-                    ready[member.rank] if member.rank in ready else self._own(cell)
-                    for member in self._members
-                ),
-            )
-
-
-class _MemberReader:
-    """The cells of one member's upload, which may lie in the parts of several processes."""
-
-    def __init__(
-        self, values: ReplicaValues, fragment: Fragment, member: Member, numbers: range
-    ) -> None:
-        self._codec, self._rank = values.codec, member.rank
-        self._parts: list[tuple[range, CellReader]] = []
-        if not numbers:
-            return
-        cut = fragment.share.cut
-        shard = numbers[0] % cut.shards
-        for process in range(member.processes):
-            theirs = cut.span(shard, process, member.processes)
-            common = overlap(numbers, theirs)
-            if not common:
-                continue
-            key = member.upload
-            if member.processes > 1:
-                key = objects.part_key(key, process)
-            lengths = _section_lengths(values.codec, fragment.share, member, process)
-            starts = offsets(lengths)
-            first = theirs.index(common.start)
-            self._parts.append(
-                (
-                    common,
-                    CellReader(
-                        *(values.store, values.key(key), wire.place_of(key, str(shard))),
-                        *(len(theirs), slice(first, first + len(common))),
-                        *(starts[shard], starts[shard + 1]),
-                    ),
-                )
-            )
-
-    def read(self, cell: int, out: Vector) -> None:
-        try:
-            for numbers, reader in self._parts:
-                if cell in numbers:
-                    reader.read(self._codec, out)
-                    return
-        except NotFound as problem:
-            raise _BadInput(self._rank, str(problem), is_missing=True) from None
-        except Damaged as problem:
-            raise _BadInput(self._rank, str(problem), is_missing=False) from None
-        raise _BadInput(self._rank, f"no process carries cell {cell}", is_missing=False)
-
-    def close(self) -> None:
-        for _, reader in self._parts:
-            reader.close()
-
-
-def _section_lengths(codec: Codec, share: Share, member: Member, process: int) -> list[int]:
-    """How long the section of each shard is in an upload, or in the part of one process."""
-    cut = share.cut
-    if not is_plain(codec):
-        sections = member.sections[process] if process < len(member.sections) else ()
-        return [*sections, *[0] * (cut.shards - len(sections))][: cut.shards]
-    lengths = []
-    for shard in range(cut.shards):
-        numbers = cut.span(shard, process, member.processes)
-        size = 4 * sum(map(cut.size_of, numbers))
-        lengths.append(wire.table_size(len(numbers)) + size if numbers else 0)
-    return lengths
+def _find_room(fragment: Fragment, share: Share, cell: int, buffer: Vector) -> Vector:
+    """Memory for the mean of a cell: where it is to be, if all of it is; else `buffer`."""
+    size, carried = share.cut.size_of(cell), share.slice_of(cell)
+    room = None
+    if carried.stop - carried.start == size:
+        room = fragment.outer.room(carried.start, size)
+    return buffer[:size] if room is None else room
 
 
 def _mean_place(key: str, head: bytes) -> bytes:
@@ -782,8 +679,22 @@ def _mean_place(key: str, head: bytes) -> bytes:
     return wire.place_of(key, head.decode("latin-1"))
 
 
-def _with_sections(header: UploadHeader, sections: Sequence[tuple[int, ...]]) -> UploadHeader:
-    return msgspec.structs.replace(header, sections=tuple(sections) if any(sections) else ())
+def _aheads(header: UploadHeader) -> range:
+    return range(1, len(header.rest) + 1)
+
+
+def _with_sections(header: UploadHeader, found: Sequence[UploadSections]) -> UploadHeader:
+    """The header with the lengths of all sections, by process; none if the layout tells them."""
+
+    def of(sections: list[tuple[int, ...]]) -> objects.Sections:
+        return tuple(sections) if any(sections) else ()
+
+    rest = tuple(
+        msgspec.structs.replace(each, sections=of([rests[ahead] for _, rests in found]))
+        for ahead, each in enumerate(header.rest)
+    )
+    sections = of([sections for sections, _ in found])
+    return msgspec.structs.replace(header, sections=sections, rest=rest)
 
 
 def pack_header(header: UploadHeader) -> bytes:
@@ -824,69 +735,3 @@ def _read_mean_head(key: str, reader: RangeReader, limit: int) -> tuple[MeanHead
         return objects.read_mean_header(key, body), body
     except objects.DamagedObject as problem:
         raise Damaged(str(problem)) from problem
-
-
-class WeightedMean:
-    """The weighted mean, summed in float64 in the order of the parts and rounded once.
-
-    It is within one unit in the last place of the true mean. That of nothing is zero.
-    """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        is_alike = all(weight == weights[0] for weight in weights)
-        # Scaled by a power of two, which changes no bits of the mean: the sum of huge weights would
-        # be infinite, that of tiny ones 0.
-        _, exponent = math.frexp(max(weights, default=1.0))
-        self._factors = [1.0 if is_alike else math.ldexp(w, -exponent) for w in weights]
-        self._total = sum(self._factors)
-        self._sums, self._term = (np.empty(0, np.float64) for _ in range(2))
-
-    def write(self, parts: Iterator[Vector], out: Vector) -> None:
-        """`out`, which may be one of the parts, holds their mean; parts are summed as they come."""
-        if not self._factors:
-            out.fill(0)
-            return
-        if self._sums.size < out.size:
-            self._sums = np.empty(out.size, np.float64)
-        sums = self._sums[: out.size]
-        with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN
-            for index, (part, factor) in enumerate(zip(parts, self._factors, strict=True)):
-                if not index:
-                    np.copyto(sums, part)
-                    np.multiply(sums, factor, out=sums)
-                else:
-                    np.add(sums, part if factor == 1.0 else self._scaled(part, factor), out=sums)
-            np.divide(sums, self._total, out=sums)
-            np.copyto(out, sums, casting="same_kind")
-
-    def _scaled(self, part: Vector, factor: float) -> NDArray[np.float64]:
-        if self._term.size < part.size:
-            self._term = np.empty(part.size, np.float64)
-        return np.multiply(part, factor, out=self._term[: part.size], dtype=np.float64)
-
-
-def add_to_row(row: Vector, values: Vector) -> None:
-    """Add in place. A sum of finite values beyond the largest float is that float."""
-    for start in range(0, row.size, BLOCK):
-        part = row[start : start + BLOCK]
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = part + values[start : start + BLOCK]
-        is_over = np.isinf(total)
-        if is_over.any():
-            is_over &= np.isfinite(part)
-            total[is_over] = np.copysign(_LARGEST, total[is_over])
-        part[:] = total
-
-
-def _add_scaled(row: Vector, rounding: Vector, factor: float) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = rounding * np.float32(factor)
-    _zero_infinite(scaled)
-    add_to_row(row, scaled)
-
-
-def _zero_infinite(residual: Vector) -> None:
-    """Infinity and NaN would stay in a residual for ever."""
-    is_number = np.isfinite(residual)
-    if not is_number.all():
-        residual[~is_number] = 0

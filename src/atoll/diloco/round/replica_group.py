@@ -17,16 +17,21 @@ from typing import Any, NamedTuple, Protocol
 
 from atoll.core.errors import DistributedError, ValidationError
 from atoll.diloco.group import OwnGroup
+from atoll.diloco.round.effects import RunState
 
 
 class Word(NamedTuple):
-    """`effect` None: the call is over, with `result` or `error`. `is_empty`: nothing to perform."""
+    """`effect` None: the call is over, with `result` or `error`. `is_empty`: nothing to perform.
+
+    `state`: of the run, after a call.
+    """
 
     calls: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     effect: Any = None
     is_empty: bool = False
     result: Any = None
     error: BaseException | None = None
+    state: RunState | None = None
 
 
 class Reply(NamedTuple):
@@ -55,6 +60,9 @@ class ReplicaGroup(Protocol):
     def gather_all(self, value: Any) -> list[Any]:
         """The values of all processes, in all of them."""
 
+    def close(self) -> None:
+        """This process ends: collectives of the others fail from now on."""
+
 
 class SingleProcess:
     """A replica of one process."""
@@ -70,6 +78,9 @@ class SingleProcess:
 
     def gather_all(self, value: Any) -> list[Any]:
         return [value]
+
+    def close(self) -> None:
+        pass
 
 
 class GlooGroup:
@@ -103,6 +114,9 @@ class GlooGroup:
         values: list[Any] = [None] * self.processes
         self._collect(self._dist.all_gather_object, values, value)
         return values
+
+    def close(self) -> None:
+        self._group.close()
 
     def _collect(self, collective: Callable[..., object], *args: object) -> None:
         if self._problem is not None:

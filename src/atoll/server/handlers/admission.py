@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from atoll.core.errors import AtollError, Conflict, Temporary, ValidationError
 from atoll.core.executors import LOCAL, ExecutorList, ExecutorStatus
-from atoll.core.ports import Executor
+from atoll.core.ports import Executor, describe_unsupported, unsupported_fields
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
-from atoll.core.support import describe_unsupported, unsupported_fields
 
 if TYPE_CHECKING:
     from atoll.server.http.operations import Plane

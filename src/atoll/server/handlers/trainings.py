@@ -3,43 +3,165 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import json
 import re
 import time
 import uuid
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.core.attempts import AttemptList, attempts_of
+from atoll.agent.result import JSON, NONE
+from atoll.core.checks import check_name
 from atoll.core.errors import (
     Conflict,
+    Gone,
     NotFound,
     Temporary,
     UDTerminalState,
     ValidationError,
     WorldSizeOutOfBounds,
 )
-from atoll.core.model import Model, SpecModel
+from atoll.core.model import Model, SpecModel, encode
+from atoll.core.ports import Change, Key, Store
+from atoll.core.problem import problem_of
+from atoll.core.ranks import AttemptList, attempts_of, find_warnings, merge_warnings
 from atoll.core.rounds import with_rounds
-from atoll.core.spec import RankNumber, ScaleTarget, TrainingSpec
-from atoll.core.stats import training_stats
-from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList
-from atoll.core.warnings import find_warnings, merge_warnings
+from atoll.core.spec import RankNumber, ScaleTarget, TrainingSpec, WorldSize
+from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList, training_stats
 from atoll.server.handlers.admission import (
     admit,
     check_backend,
     check_growth,
     check_run,
     default_executor,
+    executor_of,
     probe_executors,
     unsupported_message,
 )
-from atoll.server.handlers.rounds import summary_of_training
-from atoll.server.handlers.watch import last_event_id, watch
-from atoll.server.http.encoded import redact, with_staleness
-from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
+from atoll.server.handlers.metrics import summary_of_training
+from atoll.server.http.operations import (
+    SSE,
+    Answer,
+    ApiCall,
+    EncodedChanges,
+    Query,
+    json_answer,
+    redact,
+    status_of,
+    stream_answer,
+    with_staleness,
+)
+
+# Watches: changes of trainings as server-sent events, each encoded once for all watchers.
+
+HEARTBEAT = b": heartbeat\n\n"
+EVENT_ID_PATTERN = "^[0-9]{1,18}$"
+
+
+async def watch(call: ApiCall, name: str | None) -> Answer:
+    """Streams every change after the version `after`; without one, the present state first."""
+    plane, query, store = call.plane, call.query, call.plane.store
+    after = last_event_id(call) if query.after is None else query.after
+    key = call.key if name else (call.namespace, "")
+    prefix = "" if name else query.prefix
+    present: AsyncIterator[Training] | None = None
+    if after is None:
+        after = await store.version()
+        present = _one(await store.get(key)) if name else _all(store, call.namespace, prefix)
+    elif name:
+        after = await _first_version(store, after, key)
+
+    def matches(change: Change) -> bool:
+        return change.training.name.startswith(prefix)
+
+    await _check_not_expired(store, after, key)
+    source = _changes(present, store.watch(after, key), matches, plane.encoded)
+    return stream_answer(plane.streams.run(source, heartbeat=HEARTBEAT, limit_s=query.timeout), SSE)
+
+
+async def _first_version(store: Store, after: int, key: Key) -> int:
+    """The version to watch a training from: the newest, if it has not changed since `after`.
+    That one may be older than the change log, though nothing was missed.
+
+    An unknown name is an error, unless changes of a removed training may still be kept.
+    """
+    newest = await store.version()
+    try:
+        training = await store.get(key)
+    except NotFound:
+        if after >= newest:
+            raise
+        return after
+    return max(newest, after) if training.resource_version <= after <= newest else after
+
+
+async def _check_not_expired(store: Store, after: int, key: Key) -> None:
+    """Starts a watch and ends it, so that an expired version is a 410 and not a stream."""
+    probe = store.watch(after, key)
+    first = asyncio.ensure_future(anext(probe))
+    await asyncio.wait({first}, timeout=0)
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+        await first
+
+
+def last_event_id(call: ApiCall) -> int | None:
+    """The last version that the client has, as browsers send it. Raises ValidationError."""
+    text: str | None = call.request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not re.fullmatch(EVENT_ID_PATTERN, text):
+        raise ValidationError("Last-Event-ID", text, "expected a resource version")
+    return int(text)
+
+
+async def _one(training: Training) -> AsyncIterator[Training]:
+    yield training
+
+
+async def _all(store: Store, namespace: str, prefix: str) -> AsyncIterator[Training]:
+    """Reads page by page, as fast as the client does."""
+    more: str | None = ""
+    while more is not None:
+        page = await store.page(namespace, after=more, prefix=prefix)
+        for training in page.items:
+            yield training
+        more = page.more
+
+
+async def _changes(
+    present: AsyncIterator[Training] | None,
+    changes: AsyncIterator[Change],
+    matches: Callable[[Change], bool],
+    encoded: EncodedChanges,
+) -> AsyncIterator[bytes]:
+    yield HEARTBEAT  # some proxies hold back headers until the body begins
+    try:
+        sent_versions: dict[str, int] = {}  # by name: versions sent with the present state
+        if present is not None:
+            async for training in present:
+                sent_versions[training.name] = training.resource_version
+                yield encoded.of(Change(version=training.resource_version, training=training))
+        newest_sent = max(sent_versions.values(), default=0)
+        async for change in changes:
+            if change.version <= newest_sent and change.version <= sent_versions.get(
+                change.training.name, 0
+            ):
+                continue
+            if matches(change):
+                yield encoded.of(change)
+    except Gone as error:
+        problem = encode(problem_of(error, status_of(error)))
+        yield b"event: error\ndata: " + problem + b"\n\n"
+    finally:
+        if isinstance(changes, AsyncGenerator):
+            await changes.aclose()
+
 
 WRITE_ATTEMPTS = 50  # conflicts with the controller end after two or three
 KEY_PATTERN = "^[!-~]([ -~]{0,198}[!-~])?$"
@@ -85,8 +207,8 @@ async def create(call: ApiCall) -> Answer:
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     events = []
-    if words := unsupported_message(training, call.plane):
-        events = [Event(type="Warning", reason=UNSUPPORTED_FIELDS, message=words, at=time.time())]
+    if message := unsupported_message(training, call.plane):
+        events = [Event(type="Warning", reason=UNSUPPORTED_FIELDS, message=message, at=time.time())]
     stored = await call.plane.store.create(
         training, idempotency_key=idempotency_key(call), events=events
     )
@@ -276,3 +398,138 @@ async def events(call: ApiCall) -> Answer:
 async def stats(call: ApiCall) -> Answer:
     training = await training_of(call)
     return json_answer(training_stats(training, call.plane.clock()))
+
+
+# Runs a training again under another name, with a copy of its spec and code.
+
+MAX_NAME_CHARS = 63  # characters of a name
+MAX_NAMES = 1000  # that are tried: `-r1` to `-r999` and the name itself
+_RERUN = re.compile(r"-r([0-9]{1,3})$")
+
+
+class Rerun(SpecModel, frozen=True):
+    """What to change. `env` is merged over the copied variables."""
+
+    name: str | None = None  # default: made from the old name
+    world_size: WorldSize | None = None
+    env: dict[str, str] = {}
+    args: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            check_name("name", self.name)
+
+
+async def rerun(call: ApiCall) -> Answer:
+    changes: Rerun = call.body
+    old, key = await call.plane.store.get(call.key), idempotency_key(call)
+    source = await _with_source(call.plane.store, old)
+    spec = admit(apply_changes(source, changes), call.plane, call.namespace, is_code_stored=True)
+    await check_run(spec, call.plane, call.namespace)
+    await check_backend(spec, call.plane, call.namespace)
+    executor = call.plane.executors[spec.executor or ""]
+    if missing := executor.missing_path(spec):
+        raise Conflict(f"training {old.name!r} cannot be run again: {missing} is gone")
+    for name in names_after(old.name) if changes.name is None else (changes.name,):
+        new = Training(
+            namespace=call.namespace,
+            uid=uuid.uuid4().hex,
+            spec=replace(spec, name=name),
+            created_at=time.time(),
+        )
+        try:
+            stored = await call.plane.store.create(new, idempotency_key=key)
+        except NotFound as error:
+            raise _code_missing(old) from error
+        except Conflict:
+            if changes.name is not None:
+                raise
+            continue
+        return json_answer(redact(stored), 201 if stored.uid == new.uid else 200)
+    raise Conflict(f"{old.name!r} was run again {MAX_NAMES} times: give the new one a name")
+
+
+def apply_changes(spec: TrainingSpec, changes: Rerun) -> TrainingSpec:
+    """The spec with these changes, and without a cancellation."""
+    return replace(
+        spec,
+        cancel=False,
+        world_size=changes.world_size or spec.world_size,
+        env={**spec.env, **changes.env},
+        args=spec.args if changes.args is None else changes.args,
+    )
+
+
+def names_after(name: str) -> Iterator[str]:
+    """Names for runs after `name`: `a-r2`, `a-r3`, …"""
+    match = _RERUN.search(name)
+    base, first = (name, 2) if match is None else (name[: match.start()], int(match[1]) + 1)
+    for number in range(first, first + MAX_NAMES):
+        end = f"-r{number}"
+        yield base[: MAX_NAME_CHARS - len(end)].rstrip("-") + end
+
+
+async def _with_source(store: Store, old: Training) -> TrainingSpec:
+    spec = old.spec
+    if spec.source is None or not spec.source.is_digest:
+        return spec
+    try:
+        content = await store.source(old)
+    except NotFound as error:
+        raise _code_missing(old) from error
+    return replace(spec, source=replace(spec.source, content=content))
+
+
+def _code_missing(old: Training) -> Conflict:
+    return Conflict(f"training {old.name!r} cannot be run again: its code is gone")
+
+
+# Results of ranks over HTTP.
+
+
+class ResultQuery(Query, frozen=True):
+    rank: RankNumber = 0
+    uid: str | None = None
+
+
+class RankResult(Model, frozen=True, omit_defaults=False):
+    """The result of a rank: `value` where it is JSON, else `payload` in base64.
+
+    Other encodings are `msgpack` and, where the rank asked for it, `pickle`, which the server
+    never opens. With the encoding `none` there is no value, and `error` says why.
+    """
+
+    rank: int
+    encoding: str
+    value: Any = None
+    payload: str | None = None
+    error: str | None = None
+
+
+async def result(call: ApiCall) -> Answer:
+    query: ResultQuery = call.query
+    training = await call.plane.store.get(call.key)
+    if query.uid not in (None, training.uid):
+        raise NotFound("training", call.name)
+    executor = executor_of(training, call.plane)
+
+    found = await executor.result(training, query.rank)
+    if found is None:
+        raise NotFound(f"result of rank {query.rank} of training", training.name)
+    return json_answer(report_of(query.rank, *found))
+
+
+def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:
+    if encoding == NONE:
+        error = payload.decode(errors="replace")
+        return RankResult(rank=rank, encoding=encoding, error=error)
+    if encoding != JSON:
+        packed = base64.b64encode(payload).decode()
+        return RankResult(rank=rank, encoding=encoding, payload=packed)
+    try:
+        report = RankResult(rank=rank, encoding=encoding, value=json.loads(payload))
+        encode(report)  # JSON can name text that UTF-8 cannot hold
+        return report
+    except (ValueError, RecursionError) as error:
+        message = f"the result cannot be read: it is not JSON in UTF-8: {error}"
+        return RankResult(rank=rank, encoding=NONE, error=message)

@@ -6,9 +6,12 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atoll.core.errors import Denied
 from atoll.server.http.operations import Plane
@@ -134,3 +137,26 @@ def _is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == "localhost" or name.endswith(".localhost")
+
+
+class Gate:
+    """Runs before routing: ignores doubled and trailing slashes, and refuses foreign host names."""
+
+    def __init__(
+        self, app: ASGIApp, plane: Plane, on_refusal: Callable[[Request, Exception], Response]
+    ) -> None:
+        self._app = app
+        self._plane = plane
+        self._on_refusal = on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            # basilica clients append their paths to a base URL that may end in a slash.
+            scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
+            request = Request(scope)
+            try:
+                check_host(self._plane, request)
+            except HTTPException as error:
+                app = self._on_refusal(request, error)
+        await app(scope, receive, send)

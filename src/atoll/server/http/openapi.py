@@ -9,8 +9,8 @@ import msgspec
 
 from atoll import __version__
 from atoll.core.checks import ENV_PATTERN, NAME_PATTERN, RUN_ID_PATTERN
-from atoll.core.quantities import QUANTITY_PATTERN
 from atoll.core.spec import URI_PATTERN
+from atoll.core.text import QUANTITY_PATTERN
 from atoll.server.http.operations import SSE, Operation
 
 REF = "#/components/schemas/{name}"

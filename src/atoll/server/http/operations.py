@@ -7,36 +7,251 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
+from atoll.controller.loop import machine_clock
+from atoll.core import errors
 from atoll.core.checks import check_name
 from atoll.core.clock import Now
-from atoll.core.errors import ValidationError
-from atoll.core.model import convert, encode, named
-from atoll.core.ports import Executor, Store, Tokens
-from atoll.core.spec import MAX_SPEC_BYTES
+from atoll.core.errors import TooLarge, ValidationError
+from atoll.core.model import convert, decode, decode_error, encode
+from atoll.core.phase import ConditionType
+from atoll.core.ports import Change, Executor, Store, Tokens
+from atoll.core.problem import Problem, problem_of
+from atoll.core.spec import MAX_SPEC_BYTES, TrainingSpec, check_spec_size
+from atoll.core.status import Training, set_condition
 from atoll.metrics.store import MetricStore
 from atoll.server.background import BackgroundTasks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
-from atoll.server.http.bodies import Bodies, decode_body
-from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.streams import Streams
-from atoll.server.ui.cache import TTLCache
-from atoll.server.ui.rows import Rows
+from atoll.server.ui.rows import Rows, TTLCache
 from atoll.server.ui.sessions import Sessions
+
+# Errors as HTTP answers: one table maps the type of an error to its status.
+
+MEDIA_TYPE = "application/problem+json"
+
+# First match wins, so the more exact type comes first.
+STATUS: dict[type[errors.AtollError], int] = {
+    errors.TooLarge: 413,
+    errors.ValidationError: 400,
+    errors.WorldSizeOutOfBounds: 400,
+    errors.Denied: 401,
+    errors.NotFound: 404,
+    errors.Conflict: 409,
+    errors.UDTerminalState: 409,
+    errors.Gone: 410,
+    errors.Temporary: 503,
+    errors.AtollError: 500,
+}
+
+log = logging.getLogger(__name__)
+
+
+def status_of(error: errors.AtollError) -> int:
+    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
+
+
+def on_error(request: Request, error: Exception) -> Response:
+    """Any error of a request as a problem document."""
+    if isinstance(error, errors.AtollError):
+        return _answer(problem_of(error, status_of(error)), _headers(error))
+    if isinstance(error, HTTPException):
+        return _answer(_refusal(request, error), _headers(error))
+    log.error("%s %s", request.method, request.url.path, exc_info=error)
+    detail = "internal error in atoll; the log of the server has the details"
+    return _answer(Problem(title="InternalError", status=500, detail=detail), {})
+
+
+def _answer(problem: Problem, headers: Mapping[str, str]) -> Response:
+    return Response(encode(problem), problem.status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def _headers(error: errors.AtollError | HTTPException) -> Mapping[str, str]:
+    if isinstance(error, errors.Denied):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, errors.Temporary):
+        return {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    if isinstance(error, HTTPException):
+        return error.headers or {}
+    return {"Connection": "close"} if isinstance(error, errors.TooLarge) else {}
+
+
+def _refusal(request: Request, error: HTTPException) -> Problem:
+    """Errors raised before a handler runs: no such path, no such method."""
+    detail = f"{request.method} {request.url.path}: {error.detail}"
+    title = HTTPStatus(error.status_code).phrase.replace(" ", "")
+    return Problem(title=title, status=error.status_code, detail=detail)
+
+
+# Trainings and their changes as bytes. Each change is encoded once for all watchers.
+
+CACHE_BYTES = 8 * 2**20  # thousands of changes: slower watchers encode again
+MASK = "***"  # instead of the values of environment variables, which may be secrets
+
+
+class EncodedChanges:
+    """A cache of the newest changes as server-sent events, by version."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._by_version: OrderedDict[int, bytes] = OrderedDict()
+
+    def of(self, change: Change) -> bytes:
+        event = self._by_version.get(change.version)
+        if event is None:
+            event = self._by_version[change.version] = event_bytes(change)
+            self._bytes += len(event)
+            while self._bytes > self._max_bytes and len(self._by_version) > 1:
+                self._bytes -= len(self._by_version.popitem(last=False)[1])
+        return event
+
+
+def event_bytes(change: Change) -> bytes:
+    """One change as a server-sent event; its id is the version to resume from."""
+    kind = b"removed" if change.is_removed else b"changed"
+    data = encode(redact(change.training))
+    return b"event: %b\nid: %d\ndata: %b\n\n" % (kind, change.version, data)
+
+
+def with_staleness(training: Training, stale: tuple[float, str] | None) -> Training:
+    """Adds the condition that the status may be stale, if statuses cannot be written."""
+    if stale is None or training.status.phase.is_terminal:
+        return training
+    since, why = stale
+    when = datetime.fromtimestamp(since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    message = f"this status may be out of date since {when}: {why}"
+    conditions = set_condition(
+        training.status.conditions, ConditionType.STATUS_STALE, "CannotWrite", message, since
+    )
+    status = replace(training.status, conditions=conditions)
+    return replace(training, status=status)
+
+
+def redact(training: Training) -> Training:
+    """The training for readers: its code as a digest, without values of variables."""
+    spec = training.spec.by_digest()
+    env, nccl_env = dict.fromkeys(spec.env, MASK), dict.fromkeys(spec.nccl_env, MASK)
+    return replace(training, spec=replace(spec, env=env, nccl_env=nccl_env))
+
+
+# Bodies of requests: bounded in size and number, and decoded outside of the event loop.
+#
+# Only code that is sent with a training may be large. It is one string, so a body with more
+# punctuation than any spec has is refused while it arrives, before it costs memory or time.
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 * 2**20  # code of 48 MiB in base64
+LARGE_BYTES = MAX_SPEC_BYTES
+DIRECT_BYTES = 2**16  # decoding them takes less time than starting a thread
+MAX_LARGE = 4  # in memory at once, and one of each namespace: 256 MiB
+
+_MARKS = (b'"', b",", b":", b"[", b"{")
+_TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"\s*(:?)|[\[\]{}]')
+
+
+class Bodies:
+    """Limits the large bodies that are in memory at once."""
+
+    def __init__(self) -> None:
+        self._slots = asyncio.Semaphore(MAX_LARGE)
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def read(
+        self, request: Request, namespace: str, limit: int, turn: AsyncExitStack
+    ) -> bytes:
+        """Reads the body. Raises TooLarge as soon as it is, before all of it has arrived.
+
+        A large one waits until it may be in memory; that ends with the stack `turn`.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise TooLarge("body", f"{declared} bytes", _expected(limit))
+        chunks: list[bytes] = []
+        size = marks = 0
+        async with aclosing(request.stream()) as stream:
+            async for chunk in stream:
+                if size <= LARGE_BYTES < size + len(chunk):
+                    await turn.enter_async_context(self._turn(namespace))
+                size += len(chunk)
+                chunks.append(chunk)
+                if size > limit:
+                    raise TooLarge("body", f"more than {limit} bytes", _expected(limit))
+                marks += sum(map(chunk.count, _MARKS))
+                if marks > MAX_SPEC_BYTES:
+                    field = await asyncio.to_thread(_last_field, b"".join(chunks))
+                    raise TooLarge(
+                        field or "body",
+                        f"more than {MAX_SPEC_BYTES} bytes",
+                        f"expected a spec of at most {MAX_SPEC_BYTES} bytes (1 MiB) without its "
+                        f"source, got {declared or 'more'}",
+                    )
+        return b"".join(chunks)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, namespace: str) -> AsyncIterator[None]:
+        lock = self._locks.setdefault(namespace, asyncio.Lock())
+        self._waiting[namespace] += 1
+        try:
+            async with lock, self._slots:
+                yield
+        finally:
+            self._waiting[namespace] -= 1
+            if not self._waiting[namespace]:
+                del self._locks[namespace], self._waiting[namespace]
+
+
+async def decode_body(data: bytes, kind: type[T]) -> T:
+    """Decodes the body, a large one in a thread. Raises ValidationError and TooLarge."""
+    if len(data) <= DIRECT_BYTES:
+        return decode(data, kind)
+    return await asyncio.to_thread(_decode_large, data, kind)
+
+
+def _decode_large(data: bytes, kind: type[T]) -> T:
+    value = decode(data, kind)
+    if isinstance(value, TrainingSpec):
+        check_spec_size(value)
+    return value
+
+
+def _expected(limit: int) -> str:
+    return f"expected a body of at most {limit} bytes ({limit / 2**20:g} MiB)"
+
+
+def _last_field(prefix: bytes) -> str:
+    """The top-level field at the end of this prefix of a body."""
+    depth, field = 0, b""
+    for token in _TOKEN.finditer(prefix):
+        if token[0] in (b"[", b"{"):
+            depth += 1
+        elif token[0] in (b"]", b"}"):
+            depth -= 1
+        elif depth == 1 and token[2]:
+            field = token[1]
+    return field[:63].decode(errors="replace")
+
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
@@ -98,7 +313,7 @@ class ApiCall:
 Answer = Response
 Handler = Callable[[ApiCall], Awaitable[Answer]]
 # Returns the namespace of a request. Raises Denied.
-Guard = Callable[[Plane, Request], Awaitable[str]]
+Authenticate = Callable[[Plane, Request], Awaitable[str]]
 
 
 class AnswerDoc(NamedTuple):
@@ -186,19 +401,21 @@ async def _answer_and_drain(response: Response, request: Request, send: Send) ->
 
 
 def routes(
-    operations: Sequence[Operation], plane: Plane, guard: Guard, on_error: OnError
+    operations: Sequence[Operation], plane: Plane, authenticate: Authenticate, on_error: OnError
 ) -> list[Route]:
     """One Starlette route a path."""
     by_path: dict[str, dict[str, RequestHandler]] = {}
     for operation in operations:
-        handler = _request_handler(operation, plane, guard)
+        handler = _request_handler(operation, plane, authenticate)
         by_path.setdefault(operation.path, {})[operation.method] = handler
     return [Route(path, PathEndpoint(methods, on_error)) for path, methods in by_path.items()]
 
 
-def _request_handler(operation: Operation, plane: Plane, guard: Guard) -> RequestHandler:
+def _request_handler(
+    operation: Operation, plane: Plane, authenticate: Authenticate
+) -> RequestHandler:
     async def run(request: Request) -> Response:
-        namespace = "" if operation.is_open else await guard(plane, request)
+        namespace = "" if operation.is_open else await authenticate(plane, request)
         name = request.path_params.get("name", "")
         if operation.has_name:
             check_name("name", name)
@@ -230,7 +447,7 @@ def read_query(request: Request, kind: type[Q]) -> Q:
     try:
         query = convert(options, kind, is_strict=False)
     except msgspec.ValidationError as error:
-        raise named(error, kind, options) from error
+        raise decode_error(error, kind, options) from error
     for name, value in options.items():
         if value == "null" and name not in lists:  # msgspec reads it as None
             raise ValidationError(name, value, "expected a value, or leave the option out")

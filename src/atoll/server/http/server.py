@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import resource
 import socket
 import ssl
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +26,18 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 import atoll
-from atoll.backends.local.plane_socket import peer_uid
+from atoll.backends.local.state import peer_uid
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.sdk.effects import HEADER
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
 
 BACKLOG = 2048  # clients that wait to be accepted, as after a restart with many watchers
 # Connections that asyncio accepts in a row: it logs each one that finds no file descriptor left.
 ACCEPT_BATCH = 16
 HEAD_BYTES = 2**16  # of the head of a request, as most servers allow
-MAX_FILES = 2**16
+MAX_FILES = 2**16  # descriptors to ask the kernel for: 4,096 connections with room for ranks
 SWEEP_S = 1.0  # between two checks of all deadlines
 
 
@@ -273,7 +275,7 @@ class GuardedServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                headers=[(HEADER, atoll.__version__)],
+                headers=[("Atoll-Release", atoll.__version__)],
                 timeout_keep_alive=int(self.limiter.limits.idle_s),
                 timeout_graceful_shutdown=3,
             )
@@ -361,3 +363,41 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"expected a certificate and its key in PEM ({error.reason or error})"
     return str(error)
+
+
+# Limits how often the log repeats a message, so that nobody can fill the disk from outside.
+
+WINDOW_S = 10.0  # with 50 messages of 200 bytes: at most 1 kB/s for each kind
+MAX_EQUAL = 50  # equal messages in a window
+MAX_TRACED = 5  # those with a traceback
+MAX_KEYS = 1000
+
+
+class RateLimitFilter(logging.Filter):
+    """Drops messages that repeat too often; the next one that passes says how many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # start of the window, count
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key, now = (record.name, str(record.msg)[:200]), self._clock()
+        since, count = self._counts.get(key, (now, 0))
+        most = MAX_TRACED if record.exc_info else MAX_EQUAL
+        if now - since >= WINDOW_S:
+            if count > most:
+                text = record.getMessage()
+                record.msg, record.args = f"{text} ({count - most} more like this before)", ()
+            since, count = now, 0
+        if len(self._counts) >= MAX_KEYS and key not in self._counts:
+            self._counts.clear()
+        self._counts[key] = since, count + 1
+        return count < most
+
+
+def configure_log(level: int) -> None:
+    """Configures the log of a server, on standard error."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RateLimitFilter())

@@ -6,8 +6,9 @@ The text of a row is decided here, with `core/describe.py`; a browser only draws
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,13 +16,49 @@ from msgspec.structs import replace
 from atoll.controller.informer import Informer
 from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
-from atoll.core.escape import escape_control
 from atoll.core.executors import executor_problem
 from atoll.core.model import Model
-from atoll.core.phase import Phase
+from atoll.core.phase import Phase, describe_reason
 from atoll.core.ports import Store, Update
-from atoll.core.reasons import describe_reason
 from atoll.core.status import Training
+from atoll.core.text import escape_control
+
+# A cache for answers that are expensive to compute: many tabs that ask often cost a server of one
+# core no more than a tenth of it.
+
+MAX_ENTRIES = 64  # charts of some five pages
+# An answer is valid for ten times as long as it took: computing takes a tenth of a core at most.
+TIMES = 10
+MAX_S = 30.0  # and never longer: people expect a chart to move
+
+
+class TTLCache:
+    """Bodies of answers by key. One caller at a time computes each, in a thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._entries: OrderedDict[Hashable, tuple[float, bytes]] = OrderedDict()
+        self._locks: dict[Hashable, asyncio.Lock] = {}
+
+    async def body(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                good_until, body = self._entries.get(key, (0.0, b""))
+                if good_until > self._now():
+                    return body
+                started = self._now()
+                body = await asyncio.to_thread(make)
+                spent = self._now() - started
+                self._entries[key] = (self._now() + min(MAX_S, TIMES * spent), body)
+                self._entries.move_to_end(key)
+                while len(self._entries) > MAX_ENTRIES:
+                    self._entries.popitem(last=False)
+                return body
+        finally:
+            if not lock.locked():
+                self._locks.pop(key, None)
+
 
 RECENT_S = 86_400.0  # a failure needs attention for a day
 PENDING_S = 300.0  # longer than pulling most images takes
@@ -48,6 +85,7 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
     since: float  # when it was stored, started or ended: the newest
     where: str
     version: int
+    is_over: bool = False
     is_stopping: bool = False
     is_below: bool = False
     round: int | None = None  # committed outer rounds; None if there are none
@@ -105,6 +143,7 @@ def row_of(training: Training) -> TrainingRow:
         since=since or training.created_at,
         where=training.executor,
         version=training.resource_version,
+        is_over=is_over,
         is_stopping=bool(status.failing) or (training.is_cancelling and not is_over),
         is_below=status.started_at is not None and world.below_minimum and not is_over,
     )

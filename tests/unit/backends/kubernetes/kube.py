@@ -7,6 +7,7 @@ from typing import Any
 
 from atoll.backends.kubernetes import read
 from atoll.backends.kubernetes.deleted_pods import DeletedState
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import DESIRED, FAILURES, FINALIZER, INDEX
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
 from atoll.backends.kubernetes.pod import Pod
@@ -82,7 +83,7 @@ def pod(
     phase: str = "Running",
     restarts: int = 0,
     made_at: float = MADE,
-    left_at: float | None = None,
+    deleted_at: float | None = None,
     node: str | None = "node-1",
     conditions: dict[str, Json] | None = None,
     reason: str = "",
@@ -103,8 +104,8 @@ def pod(
         "ownerReferences": [{"kind": "Job", "name": "tiny-gpt-0"}],
         "finalizers": [FINALIZER] if has_finalizer else [],
     }
-    if left_at is not None:
-        metadata |= {"deletionTimestamp": stamp(left_at + 10), "deletionGracePeriodSeconds": 10}
+    if deleted_at is not None:
+        metadata |= {"deletionTimestamp": stamp(deleted_at + 10), "deletionGracePeriodSeconds": 10}
     status: Json = {"phase": phase}
     if state is not None:
         status["containerStatuses"] = [{"name": "rank", "state": state}]
@@ -142,7 +143,8 @@ def observe_gang(
     if "deleted" in more:
         deleted: DeletedState = more.pop("deleted")
         more["deleted"] = deleted._replace(pods=[Pod(manifest) for manifest in deleted.pods])
-    return read.observe_gang(subject, gang, [Pod(manifest) for manifest in pods], *rest, **more)
+    parsed = None if gang is None else Job(gang)
+    return read.observe_gang(subject, parsed, [Pod(manifest) for manifest in pods], *rest, **more)
 
 
 def known(rank: int, *, attempt: int, **rest: Any) -> RankStatus:

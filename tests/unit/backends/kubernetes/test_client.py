@@ -47,7 +47,7 @@ def test_the_kubelets_words_for_a_log_that_is_gone_are_not_the_log() -> None:
     stamp = "2026-11-15T23:05:48Z"
 
     async def read(cluster: Cluster) -> list[str]:
-        return [text async for _, text in cluster.dated_log("x", "pod")]
+        return [text async for _, text in cluster.log_with_times("x", "pod")]
 
     with pytest.raises(NotFound):
         asyncio.run(read(Saying(words)))

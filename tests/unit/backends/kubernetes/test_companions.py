@@ -14,26 +14,23 @@ from atoll.backends.kubernetes.companions import (
     FollowMesh,
     address,
     describe_etcd,
-    is_bench_over,
     members,
     read_bench,
     ready_etcd,
     render_bench,
-    render_bench_service,
+    render_companion_service,
     render_etcd,
-    render_etcd_service,
 )
 from atoll.backends.kubernetes.followups import PatchJob
-from atoll.backends.kubernetes.gate import read_gate
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import BLOCKED_BY, PART
-from atoll.backends.kubernetes.patch import is_blocked, render_unblock
 from atoll.backends.kubernetes.pod import Pod
-from atoll.backends.kubernetes.read import is_unchanged
+from atoll.backends.kubernetes.read import read_gate
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
 from atoll.core.status import BenchResult, BenchStatus, DesiredState, Observation, Status
-from atoll.mesh.reach import FABRIC_DIR
+from atoll.mesh.watch import FABRIC_DIR
 from tests.unit.backends.kubernetes.kube import (
     MADE,
     NO_ROOM,
@@ -51,7 +48,7 @@ from tests.unit.backends.kubernetes.kube import (
     stamp,
     training,
 )
-from tests.unit.backends.kubernetes.test_gate import waiting
+from tests.unit.backends.kubernetes.test_read_gate import waiting
 from tests.unit.backends.kubernetes.test_render import GOLDEN, VERSIONS, environment
 
 AGENT = Options(agent_image="atoll:1")
@@ -70,10 +67,10 @@ def rendered() -> list[Json]:
     return [
         render_job(given, DesiredState(version=1, size=3), options),
         render_etcd(given, options, None),
-        render_etcd_service(given, options, None),
+        render_companion_service(given, options, None, "etcd"),
         render_bench(BENCHED, AGENT, None, "token"),
         render_bench(strict, Options(agent_image="atoll:1", is_host_network=True), None, "token"),
-        render_bench_service(BENCHED, AGENT, None),
+        render_companion_service(BENCHED, AGENT, None, "bench"),
     ]
 
 
@@ -121,7 +118,7 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
     options = Options(agent_image="atoll:1", etcd_endpoint="etcd.infra:2379")
     made = render_job(training(mesh=True), DesiredState(version=1, size=3), options)
     assert environment(made)["ATOLL_MESH_ENDPOINT"] == "etcd.infra:2379"
-    assert not is_blocked(made)
+    assert not Job(made).is_blocked
     (agent,) = made["spec"]["template"]["spec"]["initContainers"]
     assert "--etcd=etcd.infra:2379" in agent["command"]
     assert f"--folder={FABRIC_DIR}/{training().uid}" in agent["command"]
@@ -130,24 +127,23 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
 def test_a_job_is_held_until_its_etcd_answers() -> None:
     made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
-    assert is_blocked(made)
-    patch = render_unblock(made)
+    assert Job(made).is_blocked
+    patch = Job(made).unblock()
     assert patch["spec"]["suspend"] is False
-    assert not is_blocked({"metadata": {"annotations": {}}})
 
 
 def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
     """When it runs is the queue's business, and its pods do not start ranks before that."""
     options = Options(kueue_queue="research", is_start_gated=True)
     made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=1), options)
-    assert is_blocked(made)
-    assert "spec" not in render_unblock(made)
+    assert Job(made).is_blocked
+    assert "spec" not in Job(made).unblock()
     made["status"] = {"startTime": stamp(MADE)}
     ranks = [Pod(waiting(rank)) for rank in range(3)]
     given, desired = training(rendezvous=ETCD_V2), DesiredState(version=1, size=3)
-    assert not read_gate(given, made, desired, ranks, NOW).is_due
+    assert not read_gate(given, Job(made), desired, ranks, NOW).is_due
     del made["metadata"]["annotations"][BLOCKED_BY]
-    assert read_gate(given, made, desired, ranks, NOW).is_due
+    assert read_gate(given, Job(made), desired, ranks, NOW).is_due
 
 
 def test_the_agent_comes_before_the_start_gate_and_leaves_the_rank_its_class_of_service() -> None:
@@ -186,14 +182,14 @@ def test_pods_beside_the_ranks_are_no_ranks() -> None:
     assert [(r.rank, r.state) for r in found.observation.ranks] == [
         (r, "running") for r in range(3)
     ]
-    assert is_unchanged(job(), map(Pod, [*ranks, *extra]))
+    assert Job(job()).is_current(map(Pod, [*ranks, *extra]))
     selector = render_service(training(), Options(), None)["spec"]["selector"]
     assert selector[PART] == "rank"
 
 
 def test_an_etcd_answers_once_its_pod_is_ready() -> None:
     assert ready_etcd([Pod(etcd(False))]) is None
-    assert ready_etcd([Pod(etcd(True, left_at=NOW))]) is None
+    assert ready_etcd([Pod(etcd(True, deleted_at=NOW))]) is None
     found = ready_etcd([Pod(etcd(False)), Pod(etcd(True))])
     assert found is not None
     assert address(found) == "10.0.0.9:2379"
@@ -325,7 +321,7 @@ def test_a_bench_that_fails_says_why() -> None:
 
 
 def test_pods_of_a_bench_that_are_leaving_are_not_looked_at() -> None:
-    gone = companion("bench", 0, running(), left_at=NOW)
+    gone = companion("bench", 0, running(), deleted_at=NOW)
     assert observe(gone, created_at=None).state == "idle"
 
 
@@ -350,13 +346,6 @@ def test_names_of_everything_beside_fit_a_dns_label() -> None:
         assert len(made["metadata"]["name"] + "-0") <= 63
 
 
-def test_what_is_stored_of_a_bench_lets_its_pods_go() -> None:
-    assert not is_bench_over(BENCHED)
-    for phase in ("Succeeded", "Failed", "TimedOut", "Skipped"):
-        done = training(bench=BENCHED.spec.bench, status=Status(bench=BenchStatus(phase=phase)))
-        assert is_bench_over(done)
-
-
 def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Observation:
     """One look beside the ranks; any request would fail."""
     gang = more.pop("gang", job())
@@ -366,7 +355,7 @@ def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Observat
     ranks = [p for p in pods if p["metadata"].get("labels", {}).get(PART, "rank") == "rank"]
     others = [Pod(p) for p in pods if p not in ranks]
     found = observe_gang(subject, gang, ranks, options, NOW)
-    return parts.observe(subject, gang, found.newest, others, found.observation, NOW)
+    return parts.observe(subject, Job(gang), found.newest, others, found.observation, NOW)
 
 
 def kinds(found: Observation) -> list[str]:
@@ -392,7 +381,7 @@ def test_a_job_is_let_go_once_its_etcd_answers() -> None:
     found = asked_beside(etcd(True), rendezvous=ETCD_V2, gang=HELD_JOB)
     (begun,) = found.followups
     assert isinstance(begun, PatchJob)
-    assert begun.patch == render_unblock(HELD_JOB)
+    assert begun.patch == Job(HELD_JOB).unblock()
 
 
 def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:
@@ -419,6 +408,7 @@ def test_a_bench_is_cleared_away_in_the_pass_that_stores_its_end() -> None:
     assert kinds(found) == ["ClearBench"]
     assert found.bench is not None
     assert found.bench.result is not None
-    done = Status(bench=BenchStatus(phase="Succeeded"))
-    assert kinds(asked_beside(one, over, bench=on_start, status=done)) == ["ClearBench"]
-    assert kinds(asked_beside(bench=on_start, status=done)) == []
+    for phase in ("Succeeded", "Failed", "TimedOut", "Skipped"):
+        done = Status(bench=BenchStatus(phase=phase))
+        assert kinds(asked_beside(one, two, bench=on_start, status=done)) == ["ClearBench"]
+        assert kinds(asked_beside(bench=on_start, status=done)) == []

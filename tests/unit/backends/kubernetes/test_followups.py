@@ -12,15 +12,15 @@ from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import (
     DropFinalizer,
     FailLostPods,
-    GangFollowups,
+    GangWriter,
     KeepLogs,
     MarkStopped,
     OpenGate,
     PatchJob,
     RestoreObjects,
 )
-from atoll.backends.kubernetes.logs import Archive
-from atoll.backends.kubernetes.names import YIELDED
+from atoll.backends.kubernetes.job import Job
+from atoll.backends.kubernetes.names import FINALIZER, START, STOPPED, YIELDED
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import Conflict
 from atoll.core.status import Followup, Training
@@ -30,6 +30,7 @@ from tests.unit.backends.kubernetes.kube import (
     NOW,
     TAINTED,
     Json,
+    Options,
     ended,
     job,
     observation,
@@ -53,7 +54,7 @@ def _words(followup: Followup) -> str:
     return f"{type(followup).__name__} {more}".strip()
 
 
-GONE = pod(0, ended(1), phase="Failed", left_at=NOW - 20)
+GONE = pod(0, ended(1), phase="Failed", deleted_at=NOW - 20)
 STUCK = pod(
     2,
     {"waiting": {"reason": "CreateContainerConfigError", "message": 'configmap "NAME" not found'}},
@@ -61,7 +62,11 @@ STUCK = pod(
 )
 CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
     "nothing is asked for where all is well": ([pod(r, running()) for r in range(3)], None, []),
-    "the log of a pod that goes is kept": ([pod(0, running(), left_at=NOW)], None, ["KeepLogs 0"]),
+    "the log of a pod that leaves": (
+        [pod(0, running(), deleted_at=NOW)],
+        None,
+        ["KeepLogs 0"],
+    ),
     "nobody holds a pod that has ended": ([GONE], None, ["KeepLogs 0"]),
     "a pod that another release holds may go": (
         [pod(0, running(), has_finalizer=True)],
@@ -69,7 +74,7 @@ CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
         ["DropFinalizer 0"],
     ),
     "one on a lost node fails on record": (
-        [pod(0, running(), left_at=NOW - 100, conditions=TAINTED)],
+        [pod(0, running(), deleted_at=NOW - 100, conditions=TAINTED)],
         None,
         ["FailLostPods 0"],
     ),
@@ -113,8 +118,8 @@ def test_a_gang_whose_configmap_is_gone_gets_it_back() -> None:
 LATER: list[tuple[list[Json], Json | None, float | None]] = [
     ([pod(r, running()) for r in range(3)], None, None),
     ([pod(0, None, phase="Pending")], None, 30.0),
-    ([pod(r, running(), left_at=NOW) for r in range(3)], None, 5.0),
-    ([pod(r, running(), left_at=NOW - 100, conditions=TAINTED) for r in range(3)], None, 1.0),
+    ([pod(r, running(), deleted_at=NOW) for r in range(3)], None, 5.0),
+    ([pod(r, running(), deleted_at=NOW - 100, conditions=TAINTED) for r in range(3)], None, 1.0),
     ([], job(3, parallelism=0, annotations={YIELDED: str(NOW - 50)}), 10.0),
     (
         [
@@ -135,61 +140,62 @@ def test_it_says_when_to_look_again(
     assert observation(*pods, gang=gang).observation.again_in_s == again_in_s
 
 
-class Deeds:
-    """Stands for whatever a chore is done with."""
+class Patches:
+    """A cluster that only takes patches, and an archive."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
+        self.done: list[tuple[str, str, Any]] = []
+
+    async def patch(
+        self, kind: str, namespace: str, name: str, body: Json, *, type: str = "", part: str = ""
+    ) -> Json:
+        self.done.append((kind, part, body))
+        return body
 
     def capture(self, pod: Pod, ranks: int) -> None:
-        self.done.append(f"capture {pod.rank}")
+        self.done.append(("capture", "", pod.rank))
 
-    def __getattr__(self, name: str) -> Any:
-        async def do(*rest: Any) -> None:
-            self.done.append(name)
+    async def settle(self, pods: Iterable[Pod], timeout_s: float) -> None:
+        self.done.append(("settle", "", [pod.rank for pod in pods]))
 
-        return do
+    async def patch_job(self, training: Training, patch: Json) -> None:
+        self.done.append(("jobs", "", patch))
+
+    def perform(self, followup: Followup) -> list[tuple[str, str, Any]]:
+        cluster: Any = self
+        parts = (cluster, Options(), cluster, self.patch_job, lambda: NOW)
+        self.done = []
+        asyncio.run(GangWriter(*parts, is_owner=True).perform(training(), followup))
+        return self.done
 
 
-def test_every_chore_has_somebody_who_does_it() -> None:
-    deeds: Any = Deeds()
-    followups = GangFollowups(deeds, deeds, deeds, deeds.patch_job, lambda: NOW)
-    mine = (Pod(GONE),)
+def test_each_followup_is_performed() -> None:
+    perform, gone = Patches().perform, (Pod(GONE),)
+    assert perform(KeepLogs(pods=gone, ranks=1)) == [("capture", "", 0)]
+    ((kind, part, body),) = perform(FailLostPods(pods=gone))
+    assert (kind, part, body["status"]["phase"]) == ("pods", "status", "Failed")
+    held = (Pod(pod(0, running(), has_finalizer=True)),)
+    assert perform(DropFinalizer(pods=held)) == [
+        ("settle", "", [0]),
+        ("pods", "", {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}}),
+    ]
+    ((kind, part, body),) = perform(MarkStopped(pods=gone))
+    assert (kind, part, body["status"]["conditions"][0]["type"]) == ("pods", "status", STOPPED)
+    assert perform(OpenGate(pods=gone, together=2)) == [
+        ("configmaps", "", {"data": {"open": "true"}}),
+        ("pods", "", {"metadata": {"annotations": {START: "2"}}}),
+    ]
     desired = observation().observation.desired
     assert desired is not None
-    all_of_them: list[Followup] = [
-        KeepLogs(pods=mine, ranks=1),
-        FailLostPods(pods=mine),
-        DropFinalizer(pods=mine),
-        MarkStopped(pods=mine),
-        OpenGate(pods=mine),
-        RestoreObjects(desired=desired, job=job()),
-        PatchJob(why="", patch={}),
-    ]
-
-    async def perform() -> None:
-        for followup in all_of_them:
-            await followups.perform(training(), followup)
-
-    asyncio.run(perform())
-    assert deeds.done == [
-        "capture 0",
-        "fail_lost_pods",
-        *("settle", "drop_finalizers"),
-        "mark_stopped",
-        *("note_opened", "start_pods"),
-        "make",
-        "patch_job",
-    ]
+    restored = perform(RestoreObjects(desired=desired, job=Job(job())))
+    assert [kind for kind, _, _ in restored] == ["configmaps", "services"]
+    assert perform(PatchJob(why="", patch={"a": 1})) == [("jobs", "", {"a": 1})]
 
 
 def test_a_job_that_has_changed_since_the_look_is_left_to_the_next_one() -> None:
     async def refuse(training: Training, patch: Json) -> None:
         raise Conflict("it has changed")
 
-    async def perform() -> None:
-        archive: Any = Archive
-        followups = GangFollowups(archive, archive, archive, refuse)
-        await followups.perform(training(), PatchJob(why="", patch={}))
-
-    asyncio.run(perform())
+    patches = Patches()
+    patches.patch_job = refuse  # type: ignore[method-assign]
+    assert patches.perform(PatchJob(why="", patch={})) == []

@@ -11,6 +11,7 @@ import pytest
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.followups import GangWriter
 from atoll.backends.kubernetes.names import FINALIZER, MANAGED, PLANE, UID
+from atoll.backends.kubernetes.options import KubernetesOptions as Options
 
 
 def pod(name: str, plane: str | None) -> dict[str, Any]:
@@ -56,7 +57,9 @@ def test_a_sweep_leaves_pods_of_other_control_planes_alone(
     async def sweep() -> None:
         transport = httpx2.MockTransport(answer)
         client = httpx2.AsyncClient(base_url="http://cluster", transport=transport)
-        await GangWriter(Cluster(client)).sweep(None, known, plane)
+        options = Options(labels={PLANE: plane} if plane else {})
+        none: Any = None
+        await GangWriter(Cluster(client), options, none, none, is_owner=True).sweep(known)
         await client.aclose()
 
     asyncio.run(sweep())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.gpus import EKS_GPU_NODES, GPU_NODES, check_gpu_nodes
+from atoll.backends.kubernetes.gpus import EKS_GPU_NODES, GPU_NODES
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import ValidationError
 from atoll.core.status import DesiredState
@@ -124,7 +124,7 @@ def test_a_gpu_outside_the_table_needs_a_selector() -> None:
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}
 
 
-@pytest.mark.parametrize("bad", [7, {"T4": "t4"}, {"T4": {"a": 1}}, {"T4": [{"a": []}]}])
+@pytest.mark.parametrize("bad", [7, {"T4": "t4"}, {"T4": {"a": 1}}])
 def test_a_bad_table_is_refused(bad: Any) -> None:
     with pytest.raises(ValidationError, match="gpu_nodes"):
-        check_gpu_nodes(bad)
+        Options(gpu_nodes=bad)

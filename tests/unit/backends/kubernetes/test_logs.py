@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
 from atoll.backends.kubernetes import logs
+from atoll.backends.kubernetes.client import Mirror
 from atoll.backends.kubernetes.logs import LogSource, follow_logs, read_logs
+from atoll.backends.kubernetes.names import UID
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, NotFound, Permanent, Temporary
 from atoll.core.status import LogLine
@@ -24,7 +27,7 @@ class Streams:
         self._answers = list(answers)
         self.after: list[int] = []  # where each request began
 
-    async def dated_log(
+    async def log_with_times(
         self,
         namespace: str,
         pod: str,
@@ -42,13 +45,17 @@ class Streams:
 
 
 def source_of(streams: Streams, *pods: Json) -> LogSource:
-    async def there() -> list[Pod]:
-        return [Pod(manifest) for manifest in pods]
+    class Nothing:
+        async def lines(self, namespace: str, uid: str, rank: int) -> list[str]:
+            return []
 
-    async def archived(rank: int) -> list[str]:
-        return []
-
-    return LogSource(streams, training(), there, archived)  # type: ignore[arg-type]
+    cluster: Any = streams
+    mirror = Mirror(cluster, "pods", None, Pod, lambda labels: None)
+    mirror.is_live = True
+    for manifest in pods:
+        manifest["metadata"]["labels"] = {UID: training().uid}
+        mirror.put(manifest)
+    return LogSource(cluster, training(), "team-a", mirror, Nothing())  # type: ignore[arg-type]
 
 
 async def read(lines: AsyncIterator[LogLine]) -> list[tuple[int, str]]:
@@ -64,18 +71,15 @@ def test_a_followed_log_goes_on_where_it_broke_off(
     monkeypatch.setattr(logs, "POLL_S", 0.01)
     whole = [(SECOND + n, f"line {n}") for n in range(6)]
     streams = Streams([*whole[:2], broken], [broken], whole[:4], whole)
-    states = [running()]
 
     async def test() -> list[tuple[int, str]]:
-        async def there() -> list[Pod]:
-            phase = "Running" if "running" in states[0] else "Succeeded"
-            return [Pod(pod(0, states[0], phase=phase))]
-
-        source = source_of(streams)._replace(pods=there)
+        source = source_of(streams, pod(0, running()))
 
         def is_over() -> bool:
             if len(streams.after) >= 4:
-                states[0] = ended(0)
+                over = pod(0, ended(0), phase="Succeeded")
+                over["metadata"]["labels"] = {UID: training().uid}
+                source.mirror.put(over)
             return len(streams.after) >= 5
 
         return await read(follow_logs(source, {}, ranks=None, is_over=is_over))

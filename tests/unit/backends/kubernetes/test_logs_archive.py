@@ -69,10 +69,12 @@ def with_uid(rank: int) -> Json:
 PODS = [with_uid(rank) for rank in range(3)]
 
 
+@pytest.mark.parametrize("is_closed_at_once", [False, True])
 def test_a_scale_down_reads_the_logs_first_and_keeps_what_was_read(
-    monkeypatch: pytest.MonkeyPatch,
+    is_closed_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "AGAIN_S", 0.01)
+    monkeypatch.setattr(logs, "CLOSE_S", 30.0)
     server = Server()
 
     async def test() -> None:
@@ -81,8 +83,9 @@ def test_a_scale_down_reads_the_logs_first_and_keeps_what_was_read(
         )
         backend = KubernetesBackend(cluster=Cluster(client), namespace="team-a")
         await backend.apply(training(), DesiredState(version=2, size=2))
-        async with asyncio.timeout(30):
-            await server.is_kept.wait()
+        if not is_closed_at_once:
+            async with asyncio.timeout(30):
+                await server.is_kept.wait()
         await backend.close()
 
     asyncio.run(test())

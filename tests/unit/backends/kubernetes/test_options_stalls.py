@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.backends.kubernetes.options import SUPPORTS
-from atoll.core.support import unsupported_fields
+from atoll.core.ports import unsupported_fields
 from tests.unit.backends.kubernetes.kube import Options, training
 
 HERE = {"reports_uri": "http://atoll-operator.atoll-system.svc", "is_start_gated": True}

@@ -96,7 +96,7 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
             0,
             ended(143),
             phase="Failed",
-            left_at=NOW - 20,
+            deleted_at=NOW - 20,
             conditions={
                 "DisruptionTarget": {
                     "status": "True",
@@ -115,7 +115,7 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
             0,
             ended(137),
             phase="Failed",
-            left_at=NOW - 20,
+            deleted_at=NOW - 20,
             conditions={"DisruptionTarget": {"status": "True", "reason": "PreemptionByScheduler"}},
         ),
         137,
@@ -136,7 +136,7 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
         "",
     ),
     "node silent": (
-        pod(0, running(), left_at=NOW - 20, conditions=TAINTED),
+        pod(0, running(), deleted_at=NOW - 20, conditions=TAINTED),
         None,
         "HostLost",
         None,
@@ -164,28 +164,28 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
         "fetch-data: exit code 3: no such bucket",
     ),
     "kubectl delete pod": (
-        pod(0, ended(143, at=NOW - 12), phase="Failed", left_at=NOW - 20),
+        pod(0, ended(143, at=NOW - 12), phase="Failed", deleted_at=NOW - 20),
         143,
         "Deleted",
         "SIGTERM",
-        "its pod was deleted by somebody",
+        "it was deleted by somebody",
     ),
     "kubectl delete pod, and it had code of its own for that": (
-        pod(0, ended(7, at=NOW - 19), phase="Failed", left_at=NOW - 20),
+        pod(0, ended(7, at=NOW - 19), phase="Failed", deleted_at=NOW - 20),
         7,
         "Deleted",
         None,
-        "its pod was deleted by somebody",
+        "it was deleted by somebody",
     ),
     "kubectl delete pod of one that was done": (
-        pod(0, ended(0, "Completed", at=NOW - 19), phase="Succeeded", left_at=NOW - 20),
+        pod(0, ended(0, "Completed", at=NOW - 19), phase="Succeeded", deleted_at=NOW - 20),
         0,
         "Completed",
         None,
         "",
     ),
     "a pod that was tidied away long after it had failed": (
-        pod(0, ended(3, at=NOW - 50), phase="Failed", left_at=NOW - 20),
+        pod(0, ended(3, at=NOW - 50), phase="Failed", deleted_at=NOW - 20),
         3,
         "Error",
         None,
@@ -301,7 +301,7 @@ def test_a_failure_of_its_own_just_before_a_stop_is_not_taken_for_the_stop() -> 
 
     def end(at: float) -> Exit | None:
         text = record(3, at=at)
-        fallen = pod(0, ended(3, "Error", text, at=int(at)), phase="Failed", left_at=NOW - 5)
+        fallen = pod(0, ended(3, "Error", text, at=int(at)), phase="Failed", deleted_at=NOW - 5)
         gang = job(3, annotations={SHRINKS: f"[[0, {NOW - 8}]]"})
         return only(observation(fallen, gang=gang)).exit
 

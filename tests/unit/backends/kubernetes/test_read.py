@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.deleted_pods import DeletedState
+from atoll.backends.kubernetes.job import RELEASE, Job
 from atoll.backends.kubernetes.names import SHRINKS
-from atoll.backends.kubernetes.patch import (
-    render_released,
-    render_resize,
-    render_return,
-    render_yield,
-)
 from atoll.backends.kubernetes.pod import WAITING, Pod
-from atoll.backends.kubernetes.read import desired_of, finished, indexes
 from atoll.core.clock import Now
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
@@ -59,7 +53,7 @@ def shrunk(size: int, to: int, at: float) -> Json:
 @pytest.mark.parametrize("grace", [10, 0])
 def test_a_rank_scaled_away_was_stopped_by_us(grace: int) -> None:
     """Also once the kubelet has set the grace to 0, which moves the time of deletion to then."""
-    gone = pod(2, ended(7, at=NOW - 15), phase="Failed", left_at=NOW - 20 if grace else NOW - 5)
+    gone = pod(2, ended(7, at=NOW - 15), phase="Failed", deleted_at=NOW - 20 if grace else NOW - 5)
     gone["metadata"]["deletionGracePeriodSeconds"] = grace
     rank = only(observation(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
@@ -67,7 +61,7 @@ def test_a_rank_scaled_away_was_stopped_by_us(grace: int) -> None:
 
 
 def test_a_rank_scaled_away_and_wanted_again_was_still_stopped_by_us() -> None:
-    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
+    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", deleted_at=NOW - 20)
     rank = only(observation(gone, gang=shrunk(3, 2, NOW - 20)))
     assert rank.exit is not None
     assert rank.exit.is_stopped
@@ -88,7 +82,7 @@ def iso(at: float) -> str:
 
 @pytest.mark.parametrize("is_now", [True, False])
 def test_a_rank_of_a_suspended_job_was_stopped_also_if_it_goes_on_by_now(is_now: bool) -> None:
-    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
+    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", deleted_at=NOW - 20)
     since = NOW - 20 if is_now else NOW - 3
     rank = only(observation(gone, gang=suspended(is_now=is_now, since=iso(since))))
     assert rank.exit is not None
@@ -96,28 +90,28 @@ def test_a_rank_of_a_suspended_job_was_stopped_also_if_it_goes_on_by_now(is_now:
 
 
 def test_a_rank_that_fell_before_the_job_was_suspended_fell() -> None:
-    gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 55)
+    gone = pod(2, ended(1, at=NOW - 50), phase="Failed", deleted_at=NOW - 55)
     rank = only(observation(gone, gang=suspended(is_now=True, since=iso(NOW - 20))))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_rank_deleted_after_the_job_was_resumed_fell() -> None:
-    gone = pod(2, ended(143, at=NOW - 5), phase="Failed", left_at=NOW - 6)
+    gone = pod(2, ended(143, at=NOW - 5), phase="Failed", deleted_at=NOW - 6)
     rank = only(observation(gone, gang=suspended(is_now=False, since=iso(MADE - 9))))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
-    gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 20)
+    gone = pod(2, ended(1, at=NOW - 50), phase="Failed", deleted_at=NOW - 20)
     rank = only(observation(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_shrink_long_before_a_pods_time_does_not_excuse_it() -> None:
-    gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
+    gone = pod(2, ended(143), phase="Failed", deleted_at=NOW - 20)
     gang = job(3, annotations={SHRINKS: f"[[2, {MADE - 60}]]"})
     rank = only(observation(gone, gang=gang))
     assert rank.exit is not None
@@ -146,7 +140,7 @@ def test_the_successor_is_told_once_the_exit_is_stored() -> None:
 
 
 def test_a_held_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
-    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20, has_finalizer=True)
+    gone = pod(0, ended(1), phase="Failed", deleted_at=NOW - 20, has_finalizer=True)
     view = observation(gone, has_exit_finalizer=True)
     assert [p.rank for p in view.may_go] == [0]
     assert only(view).exit is not None
@@ -172,7 +166,7 @@ def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
 
 
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
-    early = pod(0, None, phase="Pending", left_at=NOW - 20, node=None, has_finalizer=True)
+    early = pod(0, None, phase="Pending", deleted_at=NOW - 20, node=None, has_finalizer=True)
     found = observation(early, has_exit_finalizer=True)
     assert not any(r.pod_name for r in found.observation.ranks)
     assert [p.rank for p in found.may_go] == [0]
@@ -180,7 +174,7 @@ def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
 
 def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
-    done = job(annotations=render_released()["metadata"]["annotations"])
+    done = job(annotations=RELEASE["metadata"]["annotations"])
     found = observe_gang(training(), done, [over], Options(), NOW)
     assert (found.observation.ranks, found.observation.desired) == ([], None)
 
@@ -193,7 +187,7 @@ def test_a_silent_node_is_spoken_of_before_it_is_given_up() -> None:
 
 
 def test_a_rank_on_a_node_given_up_by_the_cluster_is_replaced() -> None:
-    found = observation(pod(0, running(), left_at=NOW - 20, conditions=TAINTED))
+    found = observation(pod(0, running(), deleted_at=NOW - 20, conditions=TAINTED))
     assert [p.rank for p in found.lost] == [0]
 
 
@@ -265,9 +259,9 @@ def test_a_world_of_min_ranks_does_not_give_way() -> None:
 def test_giving_way_and_coming_back_are_kept_in_the_job() -> None:
     gang = job(3)
     gang["metadata"]["resourceVersion"] = "7"  # the patch is refused if it has changed since
-    left = render_yield(gang, NOW)
+    left = Job(gang).give_way(NOW)
     assert left["spec"] == {"parallelism": 0}
-    assert render_return(gang) == {
+    assert Job(gang).try_again() == {
         "metadata": {"resourceVersion": "7", "annotations": {"atoll.dev/yielded": None}},
         "spec": {"parallelism": 3},
     }
@@ -288,13 +282,13 @@ def test_no_job_is_no_wish() -> None:
     assert observe_gang(training(), None, [], Options(), NOW).observation.desired is None
     going = job()
     going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert desired_of(going) is None
+    assert Job(going).desired is None
 
 
 def test_a_finished_job_supervises_nothing() -> None:
     gang = job()
     gang["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert finished(gang) == "Complete"
+    assert Job(gang).end_reason == "Complete"
     assert not observation(gang=gang).observation.is_supervised
     assert observation(gang=gang).observation.is_closed
     assert not observation(gang=job()).observation.is_closed
@@ -303,12 +297,12 @@ def test_a_finished_job_supervises_nothing() -> None:
 def test_completions_change_together_with_parallelism_and_are_never_zero() -> None:
     gang = job(3)
     gang["metadata"]["resourceVersion"] = "7"
-    desired = desired_of(gang)
+    desired = Job(gang).desired
     assert desired is not None
-    grown = render_resize(type(desired)(version=2, size=5), gang, NOW)
+    grown = Job(gang).resize(type(desired)(version=2, size=5), NOW)
     assert grown["spec"] == {"completions": 5, "parallelism": 5}
     assert SHRINKS not in grown["metadata"]["annotations"]
-    stopped = render_resize(type(desired)(version=3, size=0), gang, NOW)
+    stopped = Job(gang).resize(type(desired)(version=3, size=0), NOW)
     assert stopped["spec"] == {"parallelism": 0}
     assert SHRINKS in stopped["metadata"]["annotations"]
 
@@ -327,7 +321,7 @@ def lives(rank: int, codes: list[int], is_running: bool, leaving: list[bool]) ->
                 phase=phase,
                 restarts=at,
                 made_at=start_ticks,
-                left_at=left,
+                deleted_at=left,
                 has_finalizer=True,
             )
         )
@@ -368,8 +362,9 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
 
 
 def test_indexes_are_read_as_kubernetes_writes_them() -> None:
-    assert indexes("") == set()
-    assert indexes("1,3-5,9") == {1, 3, 4, 5, 9}
+    gang = job() | {"status": {"failedIndexes": "1,3-5,9"}}
+    assert Job(gang).indexes("completedIndexes") == set()
+    assert Job(gang).indexes("failedIndexes") == {1, 3, 4, 5, 9}
 
 
 def test_a_rank_that_the_job_gave_up_without_a_word_is_lost_and_told_once() -> None:
@@ -387,7 +382,7 @@ def test_a_rank_that_the_job_gave_up_without_a_word_is_lost_and_told_once() -> N
 
 
 def test_a_pod_that_is_gone_is_told_of_before_its_successor() -> None:
-    gone = pod(0, ended(7, at=NOW - 30), phase="Failed", left_at=NOW - 31)
+    gone = pod(0, ended(7, at=NOW - 30), phase="Failed", deleted_at=NOW - 31)
     successor = pod(0, running(NOW - 20), restarts=1, made_at=NOW - 25)
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
     for _ in range(3):
@@ -455,7 +450,7 @@ def test_a_rank_that_has_a_pod_is_told_of_by_the_pod() -> None:
 
 
 def test_a_pod_that_is_being_deleted_or_scaled_away_is_stopping() -> None:
-    pods = [pod(0, running()), pod(1, running(), left_at=NOW - 1), pod(2, running())]
+    pods = [pod(0, running()), pod(1, running(), deleted_at=NOW - 1), pod(2, running())]
     ranks = observation(*pods, gang=job(2)).observation.ranks
     assert [(r.rank, r.state, r.is_stopping) for r in ranks] == [
         (0, "running", False),
@@ -473,7 +468,7 @@ def counted(status: Json, size: int = 3, spec_size: int = 3) -> Json:
 
 def ended_as(gang: Json, given: Training | None = None) -> Status:
     """The status of a process that comes after the pods are gone."""
-    desired = desired_of(gang)
+    desired = Job(gang).desired
     given = given or training(
         world_size=WorldSize(min=1, target=3, max=3), status=Status(desired=desired)
     )
@@ -494,7 +489,7 @@ def test_a_gang_that_ended_well_is_known_by_what_its_job_counts() -> None:
 def test_a_gang_that_was_cancelled_after_it_had_ended_well_has_ended_well() -> None:
     given = training(world_size=WorldSize(min=1, target=3, max=3), cancel=True)
     gang = counted({"completedIndexes": "0-2", "failedIndexes": ""}, size=0)
-    given = replace(given, status=Status(desired=desired_of(gang)))
+    given = replace(given, status=Status(desired=Job(gang).desired))
     assert ended_as(gang, given).phase == "succeeded"
 
 
@@ -508,7 +503,7 @@ def test_what_a_stopped_job_counts_as_failed_was_stopped() -> None:
     """The Job controller counts the pods that it deletes as failed."""
     gang = counted({"completedIndexes": "0", "failedIndexes": "1-2"}, size=0)
     given = training(world_size=WorldSize(min=1, target=3, max=3), cancel=True)
-    status = ended_as(gang, replace(given, status=Status(desired=desired_of(gang))))
+    status = ended_as(gang, replace(given, status=Status(desired=Job(gang).desired)))
     assert (status.phase, [r.phase for r in status.ranks]) == (
         "cancelled",
         ["Succeeded", "Pending", "Pending"],
@@ -556,7 +551,7 @@ def test_a_rank_that_ended_by_itself_before_a_scale_down_was_not_stopped(
     before_s: float, is_stopped: bool
 ) -> None:
     """A kubelet tells whole seconds, so that the last one before the stop may be after it."""
-    gone = pod(2, ended(7, at=NOW - 20), phase="Failed", left_at=NOW - 19)
+    gone = pod(2, ended(7, at=NOW - 20), phase="Failed", deleted_at=NOW - 19)
     rank = only(observation(gone, gang=shrunk(2, 2, NOW - 20 + before_s)))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason == "Stopped") == (is_stopped, is_stopped)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from atoll.backends.kubernetes import read
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import RestoreObjects
+from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import SHRINKS, UID
 from atoll.backends.kubernetes.pod import CLOCK_SKEW_S, Pod
 from atoll.backends.kubernetes.read import LEAVING_EVERY_S, LOST_EVERY_S, WAITING_EVERY_S
@@ -59,9 +60,9 @@ def test_a_gang_of_which_ranks_wait_is_looked_at_again_for_its_timeouts(
 
 
 def test_a_pod_that_leaves_is_looked_at_again_and_one_that_is_lost_sooner() -> None:
-    leaving = pod(2, running(), left_at=NOW - 1, has_finalizer=True)
+    leaving = pod(2, running(), deleted_at=NOW - 1, has_finalizer=True)
     assert observation(*everybody_runs()[:2], leaving).observation.again_in_s == LEAVING_EVERY_S
-    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, has_finalizer=True)
+    lost = pod(2, running(), deleted_at=NOW - 1, conditions=TAINTED, has_finalizer=True)
     assert observation(*everybody_runs()[:2], lost).observation.again_in_s == LOST_EVERY_S
 
 
@@ -105,7 +106,7 @@ SHRUNK = job(2, annotations={SHRINKS: f"[[2, {NOW - 20}]]"})
 def test_an_end_just_before_the_stop_is_the_stops_only_where_a_signal_ended_it(
     code: int, before_s: float, is_stopped: bool
 ) -> None:
-    gone = pod(2, ended(code, at=NOW - 20 - before_s), phase="Failed", left_at=NOW - 20)
+    gone = pod(2, ended(code, at=NOW - 20 - before_s), phase="Failed", deleted_at=NOW - 20)
     rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert rank.exit.is_stopped == is_stopped
@@ -119,7 +120,7 @@ def test_a_rank_that_ended_and_is_not_leaving_was_not_stopped() -> None:
 
 
 def test_a_rank_below_the_size_that_somebody_deletes_is_not_excused_by_a_shrink() -> None:
-    gone = pod(1, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 16)
+    gone = pod(1, ended(143, at=NOW - 15), phase="Failed", deleted_at=NOW - 16)
     rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason) == (False, "Deleted")
@@ -133,7 +134,7 @@ def test_a_steady_pod_is_reported_as_any_other_is(data: st.DataObject) -> None:
         pod(
             rank,
             running() if data.draw(flags) else ended(1),
-            left_at=NOW - 1 if data.draw(flags) else None,
+            deleted_at=NOW - 1 if data.draw(flags) else None,
             has_finalizer=data.draw(flags),
             restarts=data.draw(st.integers(0, 2)),
             conditions={"Ready": {"status": data.draw(st.sampled_from(["True", "False"]))}},
@@ -150,7 +151,7 @@ def test_a_steady_pod_is_reported_as_any_other_is(data: st.DataObject) -> None:
         each.is_steady = False
     for _ in range(2):  # the second time from what the first has kept
         views = [
-            read.observe_gang(subject, gang, pods, Options(), NOW, silent=silent)
+            read.observe_gang(subject, gang and Job(gang), pods, Options(), NOW, silent=silent)
             for pods in (short, long)
         ]
         assert views[0].observation.ranks == views[1].observation.ranks

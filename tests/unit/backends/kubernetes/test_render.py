@@ -134,9 +134,10 @@ def rendered(name: str) -> list[Json]:
     given, options = CASES[name]
     desired = DesiredState(version=1, size=given.spec.world_size.target)
     world = render_world(given, desired, options, None)
-    if "process.py" in world["data"]:
-        assert world["data"]["process.py"] == Path(process.__file__).read_text()
-        world["data"]["process.py"] = "the text of agent/process.py"
+    for part in ("process.py", "unpack.py"):
+        if part in world["data"]:
+            assert world["data"][part] == Path(process.__file__).with_name(part).read_text()
+            world["data"][part] = f"the text of agent/{part}"
     return [
         world,
         render_service(given, options, None),
@@ -280,7 +281,7 @@ REACHES: dict[str, tuple[Any, str]] = {
     "memory_request": ("9Gi", "spec.template.spec.containers.0.resources.requests.memory=9Gi"),
     "reports_uri": (
         "s3://b",
-        "ATOLL_REPORTS=s3://b/atoll-ranks/5f1c3b1e-0000-4000-8000-000000000001/figures",
+        "ATOLL_REPORTS=s3://b/atoll-ranks/5f1c3b1e-0000-4000-8000-000000000001/metrics",
     ),
     "pod": ({"hostIPC": True}, "spec.template.spec.hostIPC=True"),
     "service_account": ("sa", "spec.template.spec.serviceAccountName=sa"),
@@ -428,23 +429,15 @@ BAD_OPTIONS: list[tuple[str, Json]] = [
     ("namespace", {"namespace": "No Such"}),
     ("master_port", {"master_port": 0}),
     ("ttl_seconds_after_finished", {"ttl_seconds_after_finished": -1}),
-    ("volume_mounts[0]", {"volume_mounts": [{"name": "x", "mountPath": "/x"}]}),
+    ("volume_mounts", {"volume_mounts": {"name": "x", "mountPath": "/x"}}),
     ("no_such_option", {"no_such_option": 1}),
     ("etcd_endpoint", {"etcd_endpoint": "http://e/v2"}),
     ("cpu_request", {"cpu_request": "four"}),
     ("memory_request", {"memory_request": 16}),
     ("command", {"command": "python train.py"}),
     ("command", {"command": []}),
-    ("gpu_nodes.T4", {"gpu_nodes": {"T4": "t4"}}),
+    ("gpu_nodes", {"gpu_nodes": {"T4": "t4"}}),
     ("mesh_deadline_s", {"mesh_deadline_s": -1}),
-    (
-        "shm_size",
-        {
-            "shm_size": "1Gi",
-            "volumes": [{"name": "x"}],
-            "volume_mounts": [{"name": "x", "mountPath": "/dev/shm"}],
-        },
-    ),
 ]
 
 

@@ -11,7 +11,7 @@ from atoll.backends.local import adoption, executor
 from atoll.backends.local.executor import LocalBackend
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 TRAINING = Training(
     namespace="default",

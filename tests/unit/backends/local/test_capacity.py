@@ -37,8 +37,8 @@ def meminfo(*, total: int, available: int) -> str:
 
 def test_memory_bounds_a_large_machine(root: Path) -> None:
     machine = Machine(root)
-    assert machine.most() == (102_400, "memory is 100.0 GiB, 1 MiB a rank at least")
-    assert machine.free() == (51_200, "50.0 GiB of 100.0 GiB (memory) are free")
+    assert machine.most() == (102_400, "memory is 100 GiB, 1 MiB a rank at least")
+    assert machine.free() == (51_200, "50 GiB of 100 GiB (memory) are free")
 
 
 @pytest.mark.parametrize("name", ["pid_max", "threads-max"])

@@ -14,9 +14,6 @@ import pytest
 
 from atoll.backends.local import processes
 from atoll.backends.local.liveness import (
-    GROWN,
-    HEARTBEAT,
-    HEARTBEAT_S,
     HUNG,
     HeartbeatMonitor,
     Pair,
@@ -24,8 +21,9 @@ from atoll.backends.local.liveness import (
     ask_to_restore,
     pair_of,
     send,
-    shims_of,
+    supervision_pids,
 )
+from atoll.backends.local.protocol import HEARTBEAT, HEARTBEAT_S, RECORDS_GREW
 
 
 class Listener:
@@ -34,7 +32,7 @@ class Listener:
     def __init__(self) -> None:
         self.now = 0.0
         self.pulse = HeartbeatMonitor(lambda: self.now)
-        self.pulse.receive(GROWN + HEARTBEAT)
+        self.pulse.receive(RECORDS_GREW + HEARTBEAT)
         self.progress = 0
 
     def tick(self, seconds: float = HEARTBEAT_S, **state: bool) -> int | None:
@@ -111,9 +109,9 @@ def test_signal_never_reaches_another_process_of_that_pid(tmp_path: Path) -> Non
         start_ticks = processes.start_ticks(bystander.pid)
         send(ProcessState(bystander.pid, start_ticks - 1, True, True, ()), signal.SIGKILL)
         assert processes.is_running(bystander.pid, start_ticks)
-        (tmp_path / "keeper").write_text(f"{bystander.pid} {start_ticks - 1}")
+        (tmp_path / "watchdog").write_text(f"{bystander.pid} {start_ticks - 1}")
         assert pair_of(tmp_path) == Pair(None, None)
-        (tmp_path / "keeper").write_text(f"{bystander.pid} {start_ticks}")
+        (tmp_path / "watchdog").write_text(f"{bystander.pid} {start_ticks}")
         watchdog = pair_of(tmp_path).watchdog
         assert watchdog is not None
         assert watchdog.pid == bystander.pid
@@ -142,8 +140,8 @@ def test_a_process_of_another_user_is_no_shim_whatever_its_words(tmp_path: Path)
     own, forged = subprocess.Popen(words), subprocess.Popen(forged_words)
     try:
         until(lambda: processes.owner(forged.pid) == NOBODY)
-        until(lambda: own.pid in shims_of(tmp_path))
-        assert shims_of(tmp_path) == [own.pid]
+        until(lambda: own.pid in supervision_pids(tmp_path))
+        assert supervision_pids(tmp_path) == [own.pid]
         own.kill()
         own.wait()
         assert not any(pair_of(tmp_path))

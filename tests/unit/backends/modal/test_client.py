@@ -46,12 +46,12 @@ def test_a_sandbox_lives_and_ends_with_its_own_code(
         made = await boxes.create(request(SLEEP, gpu=gpu))
         assert await boxes.running({"atoll-uid": "u1"}) == {made}
         assert await boxes.running({"atoll-uid": "u2"}) == set()
-        assert await boxes.end_of(made) is None
+        assert await boxes.end_of(id=made) is None
         tags = await boxes.tags(made)
         assert (tags["atoll-rank"], tags["atoll-attempt"]) == ("0", "0")
         other = await boxes.create(request(["sh", "-c", "exit 7"], rank=1, gpu=gpu))
         await ended(stand_in.sandboxes[other])
-        end = await boxes.end_of(other)
+        end = await boxes.end_of(id=other)
         assert end is not None
         assert (end.code, end.reason) == (7, "")
         assert end.detail == "Modal says failure, exit code 7"
@@ -135,7 +135,7 @@ def test_terminated_says_nothing_of_the_code(stand_in: ModalStandIn) -> None:
         await ended(stand_in.sandboxes[made])
         sandbox = await modal.Sandbox.from_id.aio(made)
         assert sandbox.returncode == 137
-        end = await boxes.end_of(made)
+        end = await boxes.end_of(id=made)
         assert end is not None
         assert (end.code, end.reason) == (None, "Deleted")
         await boxes.terminate(made)
@@ -152,7 +152,7 @@ def test_timed_out_says_nothing_of_the_code(stand_in: ModalStandIn) -> None:
         await ended(stand_in.sandboxes[made])
         sandbox = await modal.Sandbox.from_id.aio(made)
         assert sandbox.returncode == 124
-        end = await boxes.end_of(made)
+        end = await boxes.end_of(id=made)
         assert end is not None
         assert (end.code, end.reason) == (None, "TimeLimit")
 
@@ -177,7 +177,7 @@ def test_the_wire_knows_more_than_the_code(
         await until(lambda: box.process)
         stand_in.lose(box, status)
         await ended(box)
-        end = await boxes.end_of(made)
+        end = await boxes.end_of(id=made)
         assert end is not None
         assert (end.code, end.reason) == (137, reason)
 
@@ -190,8 +190,8 @@ def test_an_ended_sandbox_is_in_no_list(stand_in: ModalStandIn) -> None:
         made = await boxes.create(request(["true"]))
         await ended(stand_in.sandboxes[made])
         assert await boxes.running({"atoll-uid": "u1"}) == set()
-        assert (await boxes.end_of(made)) is not None
-        by_name = await boxes.end_by_name("u1-r0-a0")
+        assert (await boxes.end_of(id=made)) is not None
+        by_name = await boxes.end_of(name="u1-r0-a0")
         assert by_name is not None
         assert by_name.code == 0
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.backends.modal.options import MAX_LIFETIME_S, ModalOptions
-from atoll.backends.modal.render import WRAPPER, planned_lifetime_s, prefix_of, render_sandbox
+from atoll.backends.modal.render import WRAPPER, planned_lifetime_s, render_sandbox
 from atoll.core.spec import RendezvousSpec, Resources, TrainingSpec, WorldSize
 from atoll.core.status import Training
 
@@ -44,7 +44,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_asked_for(name: str, pytestconfig: pytest.Config) -> None:
     training, options = CASES[name]
-    made = render_sandbox(training, 1, 2, prefix_of(training, options, "records"), options)
+    made = render_sandbox(training, 1, 2, options)
     rendered = json.dumps(made._asdict(), indent=2) + "\n"
     path = GOLDEN / f"{name}.json"
     if pytestconfig.getoption("--update-golden"):
@@ -52,8 +52,11 @@ def test_what_is_asked_for(name: str, pytestconfig: pytest.Config) -> None:
     assert rendered == path.read_text()
 
 
+RECORDS = "s3://bucket/atoll-ranks/0123456789abcdef0123456789abcdef/records"
+
+
 def test_a_sandbox_is_named_after_its_attempt_and_lives_as_long_as_modal_lets_it() -> None:
-    made = render_sandbox(TRAINING, 1, 3, "s3://bucket/records", ModalOptions(image="img:1"))
+    made = render_sandbox(TRAINING, 1, 3, ModalOptions(image="img:1", store="s3://bucket"))
     assert made.name == "0123456789abcdef0123456789abcdef-r1-a3"
     assert made.tags == {
         "atoll-uid": TRAINING.uid,
@@ -61,13 +64,13 @@ def test_a_sandbox_is_named_after_its_attempt_and_lives_as_long_as_modal_lets_it
         "atoll-attempt": "3",
     }
     assert made.image == "img:1"
-    assert made.command == ["python3", "-c", WRAPPER, "s3://bucket/records", "1", "3"]
+    assert made.command == ["python3", "-c", WRAPPER, RECORDS, "1", "3"]
     assert (made.gpu, made.cpu, made.memory) == ("H100:2", 1.5, 2048)
     assert made.timeout_s == MAX_LIFETIME_S, "the client's own default is 300 s"
 
 
 def test_the_longest_name_fits() -> None:
-    made = render_sandbox(TRAINING, 9_999, 1_000_000, "s3://b", ModalOptions())
+    made = render_sandbox(TRAINING, 9_999, 1_000_000, ModalOptions(store="s3://b"))
     assert len(made.name) <= 64
 
 

@@ -24,7 +24,7 @@ from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext, load
 from atoll.core.spec import RendezvousSpec, Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 from tests.support.sagemaker_stand_in import ROLE, SageMakerStandIn
 
 POLL_S = 0.15
@@ -447,7 +447,7 @@ def test_without_boto3_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     for name in [name for name in sys.modules if name.startswith("atoll.backends.sagemaker")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(Permanent, match=r"'boto3': pip install 'atoll\[sagemaker\]'"):
+    with pytest.raises(Permanent, match=r"'boto3': pip install '\.\[sagemaker\]'"):
         load("sagemaker")
 
 

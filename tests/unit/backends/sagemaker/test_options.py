@@ -14,7 +14,7 @@ from atoll.core.errors import ValidationError
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"store": "gs://b/x"}, "store: 'gs://b/x'.*s3://bucket/prefix"),
+        ({"store": "gs://b/x"}, "store: 'gs://b/x'.*expected s3://"),
         ({"store": "s3://"}, "store"),
         ({"output": "/tmp"}, "output: '/tmp'"),
         ({"subnets": ["subnet-1"]}, "security_groups.*expected subnets and security_groups"),

@@ -8,7 +8,7 @@ import botocore.session
 import pytest
 
 from atoll.backends.sagemaker.read import State, lacks_capacity, read_end, read_summary
-from atoll.core.reasons import ExitReason
+from atoll.core.phase import ExitReason
 
 
 def summary(status: str, second: str) -> dict[str, Any]:

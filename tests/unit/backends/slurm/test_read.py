@@ -1,79 +1,76 @@
-"""The answers of squeue, as 22.05 and 24.11 print them."""
+"""The answers of squeue, as 22.05 prints them."""
 
 from __future__ import annotations
-
-import json
-from typing import Any
 
 import pytest
 
 from atoll.backends.records import JobState
-from atoll.backends.slurm.read import best_of, exit_status, expand, job_of, read_queue
+from atoll.backends.slurm.read import FIELDS, SQUEUE, best_of, exit_status, read_queue
 from atoll.core.errors import Temporary
 
-
-def old(**more: Any) -> dict[str, Any]:
-    """A task as 22.05 prints it."""
-    return {
-        "job_id": 62, "array_job_id": 60, "array_task_id": 1, "array_task_string": "",
-        "name": "atoll-abc-0-0", "job_state": "RUNNING", "state_reason": "None", "exit_code": 0,
-        "nodes": "n1", "partition": "main", "restart_cnt": 0, **more,
-    }  # fmt: skip
-
-
-def _set(number: int | None) -> dict[str, Any]:
-    return {"set": number is not None, "infinite": False, "number": number or 0}
-
-
-def new(**more: Any) -> dict[str, Any]:
-    """A task as 24.11 prints it."""
-    return {
-        "job_id": 62, "array_job_id": _set(60), "array_task_id": _set(1), "array_task_string": "",
-        "name": "atoll-abc-0-0", "job_state": ["RUNNING"], "state_reason": "None",
-        "exit_code": {"status": ["SUCCESS"], "return_code": _set(0), "signal": {"id": _set(None)}},
-        "nodes": "n1", "partition": "main", "restart_cnt": 0, **more,
-    }  # fmt: skip
+TASK = {
+    "ArrayJobID": "60",
+    "ArrayTaskID": "1",
+    "State": "RUNNING",
+    "RestartCnt": "0",
+    "exit_code": "0",
+    "Partition": "main",
+    "NodeList": "n1",
+    "Name": "atoll-abc-0-0",
+    "Reason": "None",
+}
 
 
-def asked(*jobs: dict[str, Any], **more: Any) -> Any:
-    return read_queue(0, json.dumps({"errors": [], "jobs": list(jobs), **more}), "")
+def line(**more: str) -> str:
+    return "|".join((TASK | more)[field] for field in FIELDS) + "\n"
 
 
-@pytest.mark.parametrize("shape", [old, new])
-def test_a_running_task(shape: Any) -> None:
-    (task,) = asked(shape())
+def job(**more: str) -> JobState:
+    (task,) = read_queue(0, line(**more), "")
+    return task.job
+
+
+def test_fields_are_asked_for_in_full_and_in_this_order() -> None:
+    assert SQUEUE[-1].startswith("ArrayJobID:|,ArrayTaskID:|,State:|")
+    assert SQUEUE[-1].endswith("|,Name:|,Reason:")
+
+
+def test_a_running_task() -> None:
+    (task,) = read_queue(0, line(), "")
     assert (task.uid, task.key, task.array, task.task) == ("abc", (1, 0), 60, 1)
     assert task.job == JobState("running", "", "Slurm: RUNNING", "n1")
 
 
-@pytest.mark.parametrize("none", [None, _set(None)])
-def test_a_pending_array_is_one_entry(none: Any) -> None:
-    tasks = asked(
-        old(
-            array_task_id=none, array_task_string="0-2,7%2", name="atoll-abc-1-1000", nodes="",
-            job_state="PENDING", state_reason="Resources",
-        )
-    )  # fmt: skip
-    assert [task.key for task in tasks] == [(1000, 1), (1001, 1), (1002, 1), (1007, 1)]
+def test_a_task_that_waits_belongs_to_its_rank() -> None:
+    waits = {"State": "PENDING", "NodeList": "", "Reason": "Resources"}
+    out = "".join(line(ArrayTaskID=n, Name="atoll-abc-1-1000", **waits) for n in ("0", "7"))
+    tasks = read_queue(0, out, "")
+    assert [task.key for task in tasks] == [(1000, 1), (1007, 1)]
     assert tasks[0].job == JobState("pending", "", "in the queue of main: Resources")
 
 
+def test_a_reason_may_hold_anything() -> None:
+    assert job(State="PENDING", NodeList="", Reason="a|b (c)").message.endswith(": a|b (c)")
+
+
 def test_jobs_of_others_are_left_out() -> None:
-    assert asked(old(name="bash"), new(name="atoll")) == []
+    others = line(Name="bash") + line(Name="atoll-") + line(Name="atoll-a-0-0", ArrayTaskID="N/A")
+    assert read_queue(0, others, "") == []
+    assert read_queue(0, "", "") == []
+
+
+def test_a_warning_beside_the_answer_does_no_harm() -> None:
+    assert len(read_queue(0, line(), "squeue: warning: an option is deprecated\n")) == 1
 
 
 @pytest.mark.parametrize(
     ("status", "out", "trouble"),
     [
-        (
-            0,
-            '{"errors": [{"description": "Unable to contact"}], "jobs": []}',
-            "",
-        ),
         (1, "", "slurm_load_jobs error: Unable to contact slurm controller"),
-        (0, "", ""),
-        (0, '{"errors": [], "jobs": [{"name": "atoll-a', ""),
-        (0, '{"errors": []}', ""),
+        (0, "", "slurm_load_jobs error: Unable to contact slurm controller"),
+        (1, "", ""),
+        (0, line() + line()[:-4], ""),  # it broke off
+        (0, "60|1|RUNNING|atoll-\n", ""),
     ],
 )
 def test_no_answer_is_not_an_empty_queue(status: int, out: str, trouble: str) -> None:
@@ -94,55 +91,48 @@ def test_no_answer_is_not_an_empty_queue(status: int, out: str, trouble: str) ->
     ],
 )
 def test_what_slurm_did_has_a_name(state: str, reason: str) -> None:
-    for job in (old(job_state=state), new(job_state=[state])):
-        assert (job_of(job).state, job_of(job).reason) == ("ended", reason)
+    assert (job(State=state).state, job(State=state).reason) == ("ended", reason)
 
 
-@pytest.mark.parametrize("states", ["COMPLETING", ["COMPLETED", "COMPLETING"], "SUSPENDED"])
-def test_what_may_still_run_has_not_ended(states: Any) -> None:
-    assert job_of(old(job_state=states)).state == "running"
+@pytest.mark.parametrize("state", ["COMPLETING", "SUSPENDED"])
+def test_what_may_still_run_has_not_ended(state: str) -> None:
+    assert job(State=state).state == "running"
 
 
 def test_a_job_that_its_host_could_not_launch_was_given_up() -> None:
-    assert job_of(old(job_state="CANCELLED")).is_withdrawn
-    assert not job_of(old(job_state="CANCELLED", nodes="")).is_withdrawn  # it waited
+    assert job(State="CANCELLED").is_withdrawn
+    assert not job(State="CANCELLED", NodeList="").is_withdrawn  # it waited
 
 
 def test_a_requeued_job_is_started_again() -> None:
-    assert job_of(old(job_state="PENDING", restart_cnt=1)).is_repeated
-    assert job_of(new(job_state=["PENDING", "REQUEUED"])).is_repeated
-    assert job_of(old(job_state="SUSPENDED")).is_paused
+    assert job(State="PENDING", RestartCnt="1").is_repeated
+    assert job(State="REQUEUED").is_repeated
+    assert job(State="SUSPENDED").is_paused
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (0, ""),
-        (768, "exit status 3"),
-        (11, "signal 11"),
-        (9, "signal 9"),
-        (36608, "exit status 143"),
-        (4021, "error 4021 of Slurm"),
-        ({"return_code": _set(3), "signal": {"id": _set(None)}}, "exit status 3"),
-        ({"return_code": _set(None), "signal": {"id": _set(9)}}, "signal 9"),
+        ("0", ""),
+        ("768", "exit status 3"),
+        ("11", "signal 11"),
+        ("9", "signal 9"),
+        ("36608", "exit status 143"),
+        ("4021", "error 4021 of Slurm"),
+        ("0:0", ""),
+        ("3:0", "3:0"),
     ],
 )
-def test_exit_states_of_scripts(value: Any, words: str) -> None:
+def test_exit_states_of_scripts(value: str, words: str) -> None:
     assert exit_status(value) == words
 
 
-def test_tasks_of_an_array() -> None:
-    assert expand("0-2,5%3") == [0, 1, 2, 5]
-    assert expand("0-8:4") == [0, 4, 8]
-    assert expand("") == []
-
-
 def test_of_two_jobs_for_one_attempt_the_active_one_counts() -> None:
-    ended, running = old(job_state="FAILED"), old(job_state="RUNNING")
-    for pair in ((ended, running), (running, ended)):
-        assert best_of(asked(*pair))[1, 0].state == "running"
-    named = old(job_state="PREEMPTED")
-    assert best_of(asked(ended, named))[1, 0].reason == "Preempted"
-    given_up = old(job_state="CANCELLED")
-    for pair in ((given_up, ended), (ended, given_up)):
-        assert best_of(asked(*pair))[1, 0].reason == ""
+    ended, running = line(State="FAILED"), line(State="RUNNING")
+    for both in (ended + running, running + ended):
+        assert best_of(read_queue(0, both, ""))[1, 0].state == "running"
+    named = line(State="PREEMPTED")
+    assert best_of(read_queue(0, ended + named, ""))[1, 0].reason == "Preempted"
+    given_up = line(State="CANCELLED")
+    for both in (given_up + ended, ended + given_up):
+        assert best_of(read_queue(0, both, ""))[1, 0].reason == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.round import decide, objects
 from atoll.diloco.round.decide import Decision, Terms
+from atoll.diloco.round.effects import RoundConfig
 from atoll.diloco.round.objects import Manifest, Member, UploadHeader
 
 LAYOUT = "1" * 32
@@ -39,12 +41,12 @@ def decided(there: set[int], expected: set[int], needs: int = 2, **named: Any) -
 
 
 def test_all_that_are_expected_are_there() -> None:
-    assert decided({0, 1, 2}, {0, 1, 2}) == ((0, 1, 2), (), True)
+    assert decided({0, 1, 2}, {0, 1, 2}) == ((0, 1, 2), (), True, 2)
 
 
 def test_a_missing_rank_is_waited_for_until_the_grace_is_over() -> None:
-    assert decided({0, 1}, {0, 1, 2}) == (None, (2,), True)
-    assert decided({0, 1}, {0, 1, 2}, is_grace_over=True) == ((0, 1), (2,), True)
+    assert decided({0, 1}, {0, 1, 2}) == (None, (2,), True, 2)
+    assert decided({0, 1}, {0, 1, 2}, is_grace_over=True) == ((0, 1), (2,), True, 2)
 
 
 def test_without_a_quorum_no_grace_helps() -> None:
@@ -61,7 +63,7 @@ def test_ended_ranks_are_not_waited_for_and_only_done_ones_lower_the_quorum(
 
 
 def test_the_first_round_waits_for_all_that_were_started_together() -> None:
-    together = (0, 1, 2, 3)
+    together = 4
     assert decided({0, 1, 2}, {0}, needs=1, together=together, is_grace_over=True).ranks is None
     late = decided({0, 1, 2}, {0}, needs=1, together=together, is_grace_over=True, is_timeout=True)
     assert late.ranks == (0, 1, 2)
@@ -88,8 +90,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(changes: dict[str, Any], w
 def test_a_claim_outside_the_hold_is_refused() -> None:
     terms = ledgers.Terms(None, 1, 0, False, "", 2, first=4, patience=2, shelf=16)
     good = TERMS._replace(ledger=ledgers.begin(terms), world=2)
-    assert decide.find_fault(header(0, world=2, claim=((0, 4),)), good) == ""
-    assert "claims" in decide.find_fault(header(0, world=2, claim=((2, 6),)), good)
+    words = {"world": 2, "data": terms.digest}
+    assert decide.find_fault(header(0, claim=((0, 4),), **words), good) == ""
+    assert "claims" in decide.find_fault(header(0, claim=((2, 6),), **words), good)
 
 
 def test_of_two_uploads_of_a_rank_the_newest_counts() -> None:
@@ -115,8 +118,8 @@ def test_a_weight_far_beyond_the_others_is_capped() -> None:
 
 def make(seen: decide.Look, **changes: Any) -> Manifest:
     decision = Decision(tuple(sorted(seen.there)), (), True)
-    facts = {"shards": 4, "cells": 8, "has_direct": True, "needs": 1, "nonce": "a" * 16}
-    return decide.make_manifest(seen, decision, TERMS, **(facts | changes))
+    config = RoundConfig(0, 4, "a" * 16, TERMS.layout, shards=4, cells=(8,))
+    return decide.make_manifest(seen, decision, TERMS, replace(config, **changes))
 
 
 def test_one_or_two_members_read_each_other_directly() -> None:
@@ -132,7 +135,7 @@ def test_one_that_leaves_is_a_member_without_a_shard() -> None:
 
 
 def test_the_spread_is_from_the_quorum_to_the_last() -> None:
-    assert make(look(header(0), header(1), header(2)), needs=2).spread_s == 1.0
+    assert make(look(header(0), header(1), header(2)), quorum=2).spread_s == 1.0
 
 
 def test_turns_follow_the_members_of_the_last_round_and_idle_ranks_come_last() -> None:
@@ -153,3 +156,24 @@ def test_members_stand_in_for_an_owner_before_others_do() -> None:
     assert places[owner or 0] == 0
     assert sorted(places[rank] for rank in range(3)) == [0, 1, 2]
     assert places[3] > 2
+
+
+def test_a_failure_before_this_replica_was_opened_does_not_count_and_one_since_does() -> None:
+    mark = objects.ended_key("launch", 2, "failed")
+    for opened, ended in ((50.0, {}), (5.0, {2: "failed"})):
+        terms = TERMS._replace(opened=opened)
+        assert decide.examine([(mark, 10.0)], {}, terms, None, "launch").ended == ended
+    terms = TERMS._replace(opened=50.0)
+    known = objects.ended_key("abc", 2, "failed")
+    assert decide.examine([(known, 10.0)], {}, terms, None, "abc").ended == {2: "failed"}
+
+
+def test_who_shares_other_data_is_refused_but_for_an_offer_of_nothing() -> None:
+    shared = TERMS._replace(
+        ledger=ledgers.begin(ledgers.make_terms(9, period=1, world=4, fragments=1))
+    )
+    digest = shared.ledger.terms.digest if shared.ledger else ""
+    assert decide.find_difference(header(0), shared) == "it shares other data"
+    assert decide.find_difference(header(0, data=digest), TERMS) == "it shares other data"
+    assert decide.find_difference(header(0, data=digest), shared) == ""
+    assert decide.find_difference(header(0, weight=0.0), shared) == ""

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.core.errors import DistributedError, StoreDenied, Temporary
+from atoll.core.errors import StoreDenied, Temporary
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec
 from atoll.diloco.round import driver as drivers
 from atoll.diloco.round.driver import RoundDriver
-from atoll.diloco.round.effects import LEFT, MEMBER, Offer, RoundConfig
+from atoll.diloco.round.effects import DROPPED, LEFT, MEMBER, BelowMinimum, Offer, RoundConfig
 from atoll.diloco.round.layout import Cut, RunLayout, Share
+from atoll.diloco.round.objects import ZERO
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.objectstore import ObjectStore
@@ -70,10 +71,19 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 class Fleet:
     """Replicas of several processes, all as threads of this process."""
 
-    def __init__(self, store: ObjectStore, processes: list[int], codec: str, pool: Any) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        processes: list[int],
+        codec: str,
+        pool: Any,
+        *,
+        timeout_s: float = 30,
+        **more: Any,
+    ) -> None:
         codecs = (get_codec(codec),) * 2
         world = len(processes)
-        cuts = [Cut(size, world, codecs) for size in (SIZE, SIZE // 3)]
+        cuts = [Cut.of(size, world, codecs) for size in (SIZE, SIZE // 3)]
         specs = tuple((TensorSpec("float32", (cut.size,)),) for cut in cuts)
         self.layout = RunLayout(specs, world, codec, codec, "sum")
         self.drivers: list[list[RoundDriver]] = []
@@ -87,9 +97,7 @@ class Fleet:
                 cells = tuple(cut.cells for cut in cuts)
                 config = RoundConfig(
                     *(rank, world, nonce, self.layout.digest, world, cells),
-                    processes=count,
-                    quorum=world,
-                    timeout_s=30,
+                    **{"processes": count, "quorum": world, "timeout_s": timeout_s, **more},
                 )
                 pace = Pace(30, is_folder=True)
                 member = group.of(process) if count > 1 else None
@@ -165,6 +173,156 @@ def test_a_restarted_replica_of_another_size_goes_on_from_the_store(
     assert np.array_equal(again.values(0, 1), again.values(2, 1))
 
 
+@pytest.mark.parametrize("processes", [[1, 2], [1, 1, 2], [3], [1] * 5])
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("int8", "bf16"), ("sparse", "fp32")])
+def test_a_run_goes_on_in_another_world_with_rounds_that_no_checkpoint_covers(
+    pool: ThreadPoolExecutor, processes: list[int], codecs: tuple[str, str]
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [2, 1, 1, 3], codecs[0], pool, checkpoint_every=50)
+    fleet.each(RoundDriver.open)
+    for _ in range(5):
+        fleet.each(do_round)
+    # The means of the last round were not made when all were killed.
+    doomed = [key for key in keys(store) if key.startswith("run/mean/00000004")]
+    assert doomed
+    store.delete(doomed)
+    again = Fleet(store, processes, codecs[1], pool)
+    again.each(RoundDriver.open)
+    assert {driver.round for replica in again.drivers for driver in replica} == {5}
+    assert {driver.state.chain for replica in again.drivers for driver in replica} != {ZERO}
+    for fragment in range(2):
+        for rank in range(len(processes)):
+            assert np.array_equal(again.values(rank, fragment), fleet.values(0, fragment))
+    results = again.each(do_round)
+    assert {result.fate for replica in results for result in replica} == {MEMBER}
+
+
+def test_two_that_read_each_other_are_caught_up_with_by_a_larger_world(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1, 2], "fp32", pool, checkpoint_every=50)
+    fleet.each(RoundDriver.open)
+    for _ in range(3):
+        fleet.each(do_round)
+    assert not any("mean/" in key for key in keys(store))
+    again = Fleet(store, [1, 3, 1], "int8", pool)
+    again.each(RoundDriver.open)
+    for fragment in range(2):
+        for rank in range(3):
+            assert np.array_equal(again.values(rank, fragment), fleet.values(0, fragment))
+
+
+def keys(store: ObjectStore) -> list[str]:
+    return [info.key for info in store.list("run")]
+
+
+def test_one_that_leaves_hands_in_all_fragments_and_the_next_rounds_have_them(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1, 2, 1], "fp32", pool, quorum=2)
+    fleet.each(RoundDriver.open)
+    fleet.each(do_round)
+    fleet.each(do_round)
+    before = [fleet.values(0, fragment).copy() for fragment in range(2)]
+
+    def act(driver: RoundDriver) -> Any:
+        if driver.config.rank != 1:
+            return do_round(driver)
+        for at, fragment in enumerate(driver.values.fragments):
+            row = brought(1, 2 + at, fragment.share.cut.size)
+            fragment.add(0, row[fragment.share.start : fragment.share.stop])
+        return driver.hand_in(Offer(1.0, 1), (1.0, 1.0))
+
+    results = fleet.each(act)
+    assert [replica[0].fate for replica in results] == [MEMBER, LEFT, MEMBER]
+    del fleet.drivers[1]
+    fleet.each(do_round)
+    for fragment in range(2):
+        rows = [brought(rank, 2 + fragment, before[fragment].size) for rank in range(3)]
+        mean = (sum(row.astype(np.float64) for row in rows) / 3).astype("f4")
+        for rank in range(2):
+            assert np.array_equal(fleet.values(rank, fragment), before[fragment] + mean)
+
+
+def test_what_all_handed_in_is_in_the_run_when_it_goes_on(pool: ThreadPoolExecutor) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1, 1, 1], "fp32", pool)
+    fleet.each(RoundDriver.open)
+
+    def hand_in(driver: RoundDriver) -> Any:
+        for fragment in driver.values.fragments:
+            fragment.add(0, np.full(fragment.share.size, driver.config.rank, np.float32))
+        return driver.hand_in(Offer(1.0, 1), (1.0, 1.0))
+
+    assert {each.fate for replica in fleet.each(hand_in) for each in replica} == {LEFT}
+    again = Fleet(store, [1, 1, 1], "fp32", pool)
+    again.each(RoundDriver.open)
+    assert {replica[0].round for replica in again.drivers} == {2}
+    for rank in range(3):
+        assert (again.values(rank, 0) == 1).all()
+        assert (again.values(rank, 1) == 1).all()
+
+
+def test_replicas_with_other_settings_name_them_at_once(pool: ThreadPoolExecutor) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet, other = (Fleet(store, [1, 1], codec, pool) for codec in ("fp32", "int8"))
+    fleet.drivers[1] = other.drivers[1]
+    fleet.each(RoundDriver.open)
+    sums = ({"codec": "fp32"}, {"codec": "int8"})
+    results = fleet.each(lambda driver: driver.run(Offer(1.0, 1, sums=sums[driver.config.rank])))
+    texts = [str(replica[0]) for replica in results]
+    assert "codec is 'int8' there and 'fp32' here" in texts[0]
+    assert "codec is 'fp32' there and 'int8' here" in texts[1]
+
+
+def test_a_run_goes_on_with_other_settings_beside_uploads_of_its_earlier_life(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1, 1], "fp32", pool, timeout_s=0.2)
+    fleet.each(RoundDriver.open)
+    for rank, replica in enumerate(fleet.drivers):  # each uploads, and dies alone
+        store.delete([key for key in keys(store) if "upload/" in key and rank == 1])
+        with pytest.raises(BelowMinimum, match="1 of at least 2 ranks"):
+            replica[0].run(Offer(1.0, 1, sums={"codec": "fp32"}))
+    assert any("upload/00000000/00001" in key for key in keys(store))
+    again = Fleet(store, [1, 1], "int8", pool)
+    again.each(RoundDriver.open)
+    results = again.each(lambda driver: driver.run(Offer(1.0, 1, sums={"codec": "int8"})))
+    assert [replica[0].fate for replica in results] == [MEMBER, MEMBER]
+
+
+def test_one_that_is_dropped_by_prepare_has_taken_a_round_of_nothing(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1, 1, 1], "fp32", pool, quorum=2, checkpoint_every=1, keep=1)
+    fleet.each(RoundDriver.open)
+    fleet.each(do_round)
+    slow = fleet.drivers.pop()[0]
+    slow.machine._is_current = False  # as after a call that failed
+    for replica in fleet.drivers:
+        replica[0].machine.pace = Pace(30, grace_s=0.01, is_folder=True)
+    for _ in range(4):
+        fleet.each(do_round)
+    slow.values.fragment(1).add(0, np.ones(SIZE // 3, np.float32))
+    fleet.drivers.append([slow])
+
+    def act(driver: RoundDriver) -> Any:
+        return driver.prepare() if driver is slow else do_round(driver)
+
+    for replica in fleet.drivers:
+        replica[0].machine.pace = Pace(30, is_folder=True)
+    results = fleet.each(act)
+    assert results[2][0].fate == DROPPED
+    assert slow.values.has_dropped
+    assert 2 in {member.rank for member in slow.state.last.members} or slow.round >= 5
+    assert {each.fate for replica in fleet.each(do_round) for each in replica} == {MEMBER}
+
+
 def test_an_error_of_one_process_is_raised_by_all_and_settled_by_the_next_call(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,23 +368,6 @@ def test_a_wish_to_leave_of_any_process_ends_the_wait_of_all(
     (results,) = first.each(do_round)
     assert {result.fate for result in results} == {LEFT}
     assert time.monotonic() - began < 20
-
-
-def test_one_round_is_in_flight(pool: ThreadPoolExecutor) -> None:
-    fleet = Fleet(ObjectStore.open(f"memory:///{uuid.uuid4()}"), [1, 1], "fp32", pool)
-    fleet.each(RoundDriver.open)
-    first, second = (replica[0] for replica in fleet.drivers)
-    for each in (first, second):
-        each.values.fragment(0).add(0, np.ones(SIZE, np.float32))
-    first.start(Offer(1.0, 1))
-    assert first.is_in_flight
-    with pytest.raises(DistributedError, match=r"wait\(\) comes first"):
-        first.start(Offer(1.0, 1))
-    second.start(Offer(1.0, 1))
-    assert (first.wait().fate, second.wait().fate) == (MEMBER, MEMBER)
-    with pytest.raises(DistributedError, match=r"start\(\) comes first"):
-        first.wait()
-    assert (fleet.values(0, 0) == 1).all()
 
 
 def test_what_the_store_refuses_is_raised_as_it_is(

@@ -20,7 +20,7 @@ processes = st.integers(1, 9)
 def test_processes_carry_every_value_once_and_each_one_span(
     size: int, world: int, codec: str, count: int
 ) -> None:
-    cut = Cut(size, world, [get_codec(codec)])
+    cut = Cut.of(size, world, [get_codec(codec)])
     shares = [Share(cut, process, count) for process in range(count)]
     assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
     assert (shares[0].start, shares[-1].stop) == (0, size)
@@ -36,7 +36,7 @@ def test_processes_carry_every_value_once_and_each_one_span(
 def test_what_two_replicas_have_in_common_of_a_shard_is_one_run_of_cells(
     size: int, world: int, ours: int, theirs: int
 ) -> None:
-    cut = Cut(size, world, [get_codec("fp32")])
+    cut = Cut.of(size, world, [get_codec("fp32")])
     for shard in range(world):
         found: list[int] = []
         for process in range(ours):
@@ -50,7 +50,7 @@ def test_what_two_replicas_have_in_common_of_a_shard_is_one_run_of_cells(
 
 @given(sizes, worlds, processes)
 def test_the_manifest_cuts_as_the_layout_does(size: int, world: int, count: int) -> None:
-    cut = Cut(size, world, [get_codec("int4")])
+    cut = Cut.of(size, world, [get_codec("int4")])
     manifest = Manifest(0, "0" * 32, "flat", cut.shards, cut.cells, world, ())
     for shard in range(world):
         for process in range(count):

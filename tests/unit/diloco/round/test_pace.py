@@ -46,8 +46,7 @@ def test_a_rank_that_lived_but_was_left_out_doubles_the_grace() -> None:
         graces.append(pace.straggler_grace_s)
         pace.note_manifest(manifest(round + 1, {0: "a", 1: "b"}, missing=(2,)))
         pace.note_manifest(manifest(round + 2, {0: "a", 1: "b"}))
-    # 4 * 0.1 s doubles under the floor of 3 s at first.
-    assert graces == [3, 3, 3, 3.2]
+    assert graces == [3, 6, 12, 24]
 
 
 def test_a_rank_that_died_and_was_started_again_does_not() -> None:

@@ -23,7 +23,7 @@ from atoll.diloco.round.effects import (
     Stuck,
     Upload,
 )
-from atoll.diloco.round.objects import Checkpoint, DamagedObject, Manifest, Outcome
+from atoll.diloco.round.objects import Checkpoint, Manifest, Outcome
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.protocol import RoundMachine
 
@@ -145,7 +145,7 @@ def test_a_damaged_manifest_is_an_error_that_names_it() -> None:
     folder, one = Folder(), machine()
     folder.run(one.open())
     folder.objects[objects.manifest_key(0)] = b"\0"
-    with pytest.raises(DamagedObject, match="manifest/00000000"):
+    with pytest.raises(Stuck, match=r"manifest/00000000 has committed round 0.*Restore it"):
         folder.run(one.run(Offer(1.0, 1)))
 
 
@@ -158,7 +158,7 @@ def test_one_that_leaves_hands_in_puts_its_mark_and_goes() -> None:
     assert isinstance(upload, Upload)
     assert (upload.header.is_leaving, upload.header.want) == (True, 0)
     mark = steps.send(upload.header)
-    assert mark.key == objects.ended_key("none", 0, "left")
+    assert mark.key == objects.ended_key("launch", 0, "left")
     with pytest.raises(StopIteration) as stop:
         steps.send(None)
     assert stop.value.value.fate == "left"

@@ -37,6 +37,9 @@ class Sum:
     def rows(self) -> Mapping[str, Vector]:
         return {"values": self.values, "count": self.count}
 
+    def room(self, start: int, size: int) -> None:
+        return None
+
     def step(self, round: int, start: int, mean: Vector) -> None:
         self.values[start : start + mean.size] += mean
         self.count[start : start + mean.size] += 1
@@ -51,7 +54,8 @@ class World:
         counts: list[int] = options.get("processes", [1, 1, 1])
         self.store = options.get("store") or ObjectStore.open(f"memory:///{uuid.uuid4()}")
         codecs = get_codec(codec), get_codec(mean_codec or codec)
-        self.cut = Cut(options.get("size", SIZE), len(counts), codecs)
+        self.codecs = {"codec": codecs[0].name, "mean_codec": codecs[1].name}
+        self.cut = Cut.of(options.get("size", SIZE), len(counts), codecs)
         self.weights = options.get("weights") or [1.0] * len(counts)
         self.replicas = [
             [
@@ -80,14 +84,17 @@ class World:
         if count == 1:
             header = replica[0].put_upload(key, round, header)
         else:
-            sections = [process.put_part(key, round) for process in replica]
+            sections = [process.put_part(key, round, header) for process in replica]
             header = replica[0].put_header(key, header, sections)
         return Member(rank, key, weight, count, 1, sections=header.sections)
 
     def manifest(self, members: list[Member], round: int = 0, plan: str = FLAT) -> Manifest:
         cut = self.cut
         world = len(self.replicas)
-        manifest = Manifest(round, ZERO, plan, cut.shards, cut.cells, world, tuple(members))  # type: ignore[arg-type]
+        manifest = Manifest(
+            *(round, ZERO, plan, cut.shards, cut.cells, world, tuple(members)),  # type: ignore[arg-type]
+            **self.codecs,
+        )
         for process in (each for replica in self.replicas for each in replica):
             process.begin(manifest)
         return manifest

@@ -24,8 +24,7 @@ from atoll.core.status import (
     WorldStatus,
 )
 from atoll.server.basilica.deployments import rendezvous_of
-from atoll.server.basilica.request import Create, spec_of
-from atoll.server.basilica.wire import deployment, world_of
+from atoll.server.basilica.wire import Create, deployment, spec_of, world_of
 
 # As version 0.29.0 sends it.
 SENT: dict[str, Any] = {

@@ -65,7 +65,7 @@ def test_a_rank_that_stands_still_is_started_again_where_the_executor_can() -> N
 
     plane: Any = SimpleNamespace(executors={"local": Executor()}, setup=Setup())
     spec = one("a", stall_s=5.0, stall_restart=True, max_restarts=1)
-    with pytest.raises(ValidationError, match="stall_restart.*starts no rank again"):
+    with pytest.raises(ValidationError, match="stall_restart.*cannot restart stalled ranks"):
         admit(spec, plane, "default")
     assert admit(one("a", stall_s=5.0), plane, "default").stall_s == 5.0, "it may be told of"
     plane.executors["local"] = Restarting()

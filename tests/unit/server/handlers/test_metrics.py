@@ -16,11 +16,11 @@ from atoll.core.status import Status, Training
 from atoll.metrics.collect import Collector
 from atoll.metrics.store import MetricStore
 from atoll.server.handlers.metrics import MetricsQuery, metrics
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 
 def test_what_nobody_has_read_yet_is_read_for_who_asks(tmp_path: Path) -> None:
-    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "figures"
+    metric_store, folder = MetricStore(tmp_path / "db"), tmp_path / "metrics"
     folder.mkdir()
     lines = [
         batch_of(MetricWriter(0, 1, 0, "a"), n, {"loss": [[1.0, n, 0.5]]}, 0) for n in range(1, 41)

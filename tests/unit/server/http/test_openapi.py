@@ -14,18 +14,18 @@ import pytest
 from starlette.requests import Request
 
 from atoll.core.errors import ValidationError
-from atoll.core.fields import ON_WIRE, option_bounds
 from atoll.core.model import decode, encode
+from atoll.core.problem import ON_WIRE, option_bounds
 from atoll.core.spec import TrainingSpec
-from atoll.server import api
+from atoll.server import app
 from atoll.server.app import create_app
-from atoll.server.handlers import trainings, watch
+from atoll.server.handlers import trainings
 from atoll.server.http import openapi
 from atoll.server.http.openapi import RULES, document
 from atoll.server.http.operations import Operation, read_query
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
-DOCUMENT = document(api.NATIVE, api.STREAMED)
+DOCUMENT = document(app.NATIVE, app.STREAMED)
 BASE: dict[str, Any] = {
     "name": "a",
     "worldSize": {"min": 1, "target": 1, "max": 10_000},
@@ -110,7 +110,7 @@ def test_the_rules_of_texts_in_a_spec(rule: str) -> None:
 def query_cases() -> list[tuple[Operation, dict[str, Any]]]:
     return [
         (row, parameter)
-        for row in api.NATIVE
+        for row in app.NATIVE
         for parameter in DOCUMENT["paths"][row.path][row.method.lower()]["parameters"]
         if parameter["in"] == "query"
     ]
@@ -158,7 +158,7 @@ def test_headers_are_checked_by_the_patterns_in_the_document() -> None:
         if parameter["in"] == "header"
     }
     assert patterns["Idempotency-Key"] == trainings._KEY.pattern
-    assert patterns["Last-Event-ID"] == watch.EVENT_ID_PATTERN
+    assert patterns["Last-Event-ID"] == trainings.EVENT_ID_PATTERN
 
 
 def test_every_number_in_the_document_of_a_spec_is_checked_by_a_bound() -> None:

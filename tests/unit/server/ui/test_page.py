@@ -65,7 +65,7 @@ def test_a_failure_is_told_in_order_with_the_first_one_marked() -> None:
     page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
     assert page.cause.headline == "Rank 2 exited with code 7"
-    assert page.cause.before == "scaled 2 → 4, 40 s earlier"
+    assert page.cause.before == "scaled 2 → 4, 40s earlier"
     assert page.cause.tail == ["\\x1b[31mboom"]
     assert [line.text for line in page.timeline][-1] == "Ranks 0-1, 3 were stopped by atoll"
     assert page.ranks[0].message == "exited with code 143: stopped by atoll"
@@ -90,7 +90,7 @@ def test_ranks_that_failed_alike_are_not_called_stopped() -> None:
     bad = world(2, phase=Phase.FAILED, root_cause=exits[1], rank_exits=exits, ranks=ranks)
     page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
-    assert page.cause.headline == "Both ranks failed alike: ValueError: oops (rank 1 first)"
+    assert page.cause.headline == "Both ranks failed the same way: ValueError: oops (rank 1 first)"
     assert [line.text for line in page.timeline] == [page.cause.headline]
     assert [line.phase for line in page.ranks] == ["Failed", "Failed"]
     assert {line.message for line in page.ranks} == {"exited with code 1: ValueError: oops"}

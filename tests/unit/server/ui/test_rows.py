@@ -14,7 +14,7 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.server.ui.page import cause_card
 from atoll.server.ui.rows import Rows, row_of
-from atoll.store.memory import MemoryStore
+from atoll.store.sqlite import MemoryStore
 
 NOW = 2_000_000.0
 

@@ -360,7 +360,7 @@ export class Rounds {
             ? STATES.i
             : item.late.includes(rank)
               ? STATES.l
-              : item.blamed.includes(rank)
+              : item.rejected.includes(rank)
                 ? "its upload could not be used"
                 : item.missing.includes(rank)
                   ? STATES.m
@@ -370,7 +370,7 @@ export class Rounds {
         ...item.members,
         ...item.missing,
         ...item.late,
-        ...item.blamed,
+        ...item.rejected,
         ...item.left,
         ...costs.keys(),
       ]),

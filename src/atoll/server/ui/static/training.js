@@ -174,7 +174,7 @@ export function showTraining(main, name, rank, go) {
       : [];
   }
 
-  const isOver = () => ["succeeded", "failed", "cancelled"].includes(page.row.phase);
+  const isOver = () => page.row.isOver;
 
   function draw(isFirst) {
     const { row } = page;
@@ -316,7 +316,7 @@ export function showTraining(main, name, rank, go) {
             ]
           : ["Started", clock(row.startedAt, page.now)],
         rounds.count()
-          ? ["Round", rounds.grid.summary.round ?? "–", `${rounds.count()} agreed`]
+          ? ["Round", rounds.grid.summary.round ?? "–", `${rounds.count()} committed`]
           : ["Restarts", row.restarts],
         ["Loss", number(loss)],
         ["Tokens", number(tokens)],

@@ -1,0 +1,1 @@
+"""Ranks as jobs of Hugging Face Jobs."""

@@ -1,0 +1,131 @@
+"""A round on its way, and how far this replica's training is in the rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import NamedTuple, TypeVar
+
+from atoll.core.errors import BelowMinimumWorld, DistributedError, ValidationError
+from atoll.diloco.data import ranges
+from atoll.diloco.round.effects import (
+    BelowMinimum,
+    EndMark,
+    Offer,
+    RoundResult,
+    RunState,
+    Stuck,
+    UnlikeUpload,
+)
+from atoll.objectstore import Traffic
+
+T = TypeVar("T")
+
+
+class Mark(NamedTuple):
+    """How far this process was: what it had counted, and its steps."""
+
+    counted: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Flight:
+    """A round on its way, and what this replica offered to it."""
+
+    fragment: int
+    offer: Offer
+    mark: Mark
+    job: Future[tuple[RoundResult, float, float]]  # its result, when it began and when it ended
+    before: Traffic
+    is_background: bool  # the model trains on meanwhile
+    blocked_s: float = 0.0
+
+
+@dataclass
+class FragmentWork:
+    """What of this replica's training is in the rounds of one fragment.
+
+    `uploaded`: training up to there is in the row, or committed. `late`: the weight of a row that
+    no round has taken yet.
+    """
+
+    uploaded: Mark = field(default_factory=Mark)
+    late: float = 0.0
+
+
+def timed(run: Callable[[], RoundResult]) -> Callable[[], tuple[RoundResult, float, float]]:
+    def work() -> tuple[RoundResult, float, float]:
+        started = time.monotonic()
+        result = run()
+        return result, started, time.monotonic()
+
+    return work
+
+
+def at_once(work: Callable[[], T]) -> Future[T]:
+    job: Future[T] = Future()
+    try:
+        job.set_result(work())
+    except BaseException as error:
+        job.set_exception(error)
+    return job
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run in a daemon thread, so that a replica that has to stop does not wait for the others."""
+    job: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(work())
+        except BaseException as error:
+            job.set_exception(error)
+
+    Thread(target=run, name="atoll-diloco-round", daemon=True).start()
+    return job
+
+
+def translate_errors(call: Callable[[], T], rank: int, timeout_s: float) -> T:
+    """The errors of a round in the words of the package."""
+    try:
+        return call()
+    except BelowMinimum as problem:
+        raise BelowMinimumWorld(
+            str(problem), ready=problem.there, required_min=problem.needs, timeout=timeout_s
+        ) from problem
+    except UnlikeUpload as problem:
+        reason = f"rank {problem.rank}: {problem.reason}"
+        raise ValidationError("settings", f"of rank {rank}", reason) from problem
+    except Stuck as problem:
+        raise DistributedError(str(problem)) from problem
+
+
+def check_ends(ends: Sequence[EndMark], state: RunState, fragments: int) -> None:
+    """Raises DistributedError if another replica is done with other parameters than this one."""
+    others = ", ".join(
+        f"rank {end.rank} with round {end.round // fragments}"
+        for end in ends
+        if end.chain != state.chain
+    )
+    if others:
+        raise DistributedError(
+            f"replicas end apart: this one ends with round {state.round // fragments}, {others}. "
+            "Their models differ; end all of them by the run's clock, as diloco.until() does"
+        )
+
+
+def merge_offers(offers: Sequence[Offer], pending: Flight | None, end: int | None) -> Offer:
+    """What one that leaves says of the rows of all fragments, beside an offer that is pending."""
+    claimed = () if pending is None else pending.offer.claim
+    return Offer(
+        0.0,
+        max(offer.steps for offer in offers),
+        max(offer.tokens for offer in offers),
+        claim=ranges.minus(ranges.union(*(offer.claim for offer in offers)), claimed),
+        end=end,
+        is_finite=all(offer.is_finite for offer in offers),
+    )

@@ -1,0 +1,239 @@
+"""The rounds of a replica, as `DiLoCo` makes them: through a store, or for itself alone."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from atoll.diloco.codecs import Codec
+from atoll.diloco.data import ledger as ledgers
+from atoll.diloco.data.ledger import Claim, Terms
+from atoll.diloco.data.ranges import Ranges
+from atoll.diloco.group import Processes, TrainingGroup, from_leader
+from atoll.diloco.model import ModelFragment, ReplicaModel, check_layout
+from atoll.diloco.outer import OuterConfig, OuterRows
+from atoll.diloco.replica_config import ReplicaConfig
+from atoll.diloco.round.driver import RoundDriver
+from atoll.diloco.round.effects import (
+    DROPPED,
+    LEFT,
+    MEMBER,
+    EndMark,
+    Offer,
+    RoundConfig,
+    RoundResult,
+    RunState,
+)
+from atoll.diloco.round.layout import Cut, RunLayout, Share
+from atoll.diloco.round.objects import Manifest, Member
+from atoll.diloco.round.pace import Pace
+from atoll.diloco.round.reduce import Fragment, ReplicaValues
+from atoll.diloco.round.replica_group import GlooGroup
+from atoll.diloco.start import Start
+from atoll.objectstore import ObjectStore
+
+
+class RunSetup:
+    """What the rounds of a run are made of, and what all replicas of it must have alike."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        run: str,
+        group: Processes,
+        store: ObjectStore | None,
+        fragments: Sequence[ModelFragment],
+        codec: Codec,
+        mean_codec: Codec,
+        outer: OuterConfig,
+    ) -> None:
+        self._config, self._run, self._group, self._store = config, run, group, store
+        self._fragments, self._codecs, self._outer = fragments, (codec, mean_codec), outer
+
+    def make_rounds(
+        self,
+        model: ReplicaModel,
+        pool: Executor,
+        start: Start,
+        *,
+        timeout_s: float,
+        grace_s: float | None,
+        group_s: float,
+        checkpoint_every: int,
+    ) -> RoundDriver | LocalRounds:
+        """The values of the model are where the run begins, if it is a new one."""
+        group, config, store = self._group, self._config, self._store
+        fragments = self._fragments
+        for fragment in fragments:
+            cut = Cut.of(fragment.size, config.world_size, self._codecs)
+            share = Share(cut, group.process, group.processes)
+            fragment.carry(share, OuterRows(share.size, self._outer, len(fragments)))
+            model.take(fragment, fragment.values)
+        rows = [fragment.upload for fragment in fragments]
+        if store is None:
+            return LocalRounds(rows, config.rank)
+        nonce, prefix = from_leader(group, lambda: secrets.token_hex(8)), f"{self._run}/"
+        values = ReplicaValues(store, prefix, config.rank, nonce, rows, *self._codecs, pool)
+        round_config = RoundConfig(
+            config.rank,
+            config.world_size,
+            nonce,
+            self.layout.digest,
+            config.world_size,
+            tuple(fragment.share.cut.cells for fragment in fragments),
+            launch=start.launch,
+            processes=group.processes,
+            quorum=config.min_replicas,
+            first_quorum=start.first_quorum,
+            together=tuple(range(start.together or 0)),
+            timeout_s=timeout_s,
+            checkpoint_every=checkpoint_every * len(fragments),
+        )
+        pace = Pace(timeout_s, grace_s=grace_s, is_folder=store.is_folder)
+        many = GlooGroup(group.ranks, group_s) if isinstance(group, TrainingGroup) else None
+        return RoundDriver(values, self.layout, round_config, pace, group=many, adopt=self._adopt)
+
+    @property
+    def layout(self) -> RunLayout:
+        codec, mean_codec = self._codecs
+        return RunLayout(
+            tuple(fragment.specs for fragment in self._fragments),
+            self._config.world_size,
+            codec.name,
+            mean_codec.name,
+            self._outer.text,
+            tuple(fragment.names for fragment in self._fragments),
+        )
+
+    def _adopt(self, theirs: RunLayout) -> RunLayout:
+        """The layout to go on with in a run that began with `theirs`. Raises ValidationError."""
+        check_layout(theirs, self._fragments, self._run)
+        self._outer = self._outer.take(theirs.outer)
+        for fragment in self._fragments:
+            fragment.outer.configure(self._outer)
+        return self.layout
+
+    def describe(self, terms: Terms | None) -> dict[str, str]:
+        """The settings that all replicas must have alike, to name the first that differs."""
+        codec, mean_codec = self._codecs
+        settings = {
+            "codec": codec.name,
+            "mean_codec": mean_codec.name,
+            "outer": self._outer.description,
+        }
+        if terms is None:
+            return settings | {"data": "the script's own"}
+        names = ("length", "seed", "shuffle", "epochs", "fingerprint")
+        shared = {name: repr(getattr(terms, name)) for name in names}
+        return settings | {"data": "shared by diloco.data()"} | shared
+
+
+class _LocalValues:
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self.fragments = fragments
+        self.fresh: Ranges = ()
+        self.has_dropped = False
+
+    def drop(self) -> None:
+        for fragment in self.fragments:
+            fragment.clear()
+        self.has_dropped = True
+
+
+class LocalRounds:
+    """The rounds of a world of one replica without a store: its own pseudo-gradient is the mean.
+
+    It has the calls of `round.driver.RoundDriver`. All processes of the replica call the same
+    methods; each steps what it carries.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], rank: int) -> None:
+        self.values = _LocalValues(fragments)
+        self.state = RunState()
+        self.manifests: list[Manifest] = []
+        self._rank = rank
+
+    @property
+    def round(self) -> int:
+        return self.state.round
+
+    def open(self) -> RoundResult:
+        return self._result(DROPPED)
+
+    def is_behind(self) -> bool:
+        return False
+
+    def prepare(self) -> RoundResult | None:
+        return None
+
+    def run(self, offer: Offer) -> RoundResult:
+        state, fragments = self.state, self.values.fragments
+        fragment = fragments[state.round % len(fragments)]
+        if not offer.is_finite:
+            self.values.drop()
+        elif offer.weight:
+            fragment.outer.step(state.round, 0, fragment.row)
+            fragment.clear()
+        weight = offer.weight if offer.is_finite else 0.0
+        member = Member(
+            rank=self._rank,
+            upload="",
+            weight=weight,
+            steps=offer.steps,
+            tokens=offer.tokens,
+            claim=offer.claim,
+            want=offer.want,
+            end=offer.end,
+            sums=offer.sums,
+        )
+        ledger = state.ledger
+        manifest = Manifest(
+            round=state.round,
+            chain=state.chain,
+            layout=state.chain,
+            plan="flat",
+            shards=1,
+            cells=0,
+            world=1,
+            members=(member,),
+            size=fragment.share.cut.size,
+            fragments=len(fragments),
+            data=None if ledger is None else ledger.terms,
+        )
+        if ledger is not None:
+            claim = Claim(self._rank, offer.claim, offer.want, offer.end)
+            ledger = ledgers.commit(ledger, [claim], 1)
+            self.manifests.append(manifest)
+        self.state = state._replace(
+            round=state.round + 1,
+            last=manifest,
+            ledger=ledger,
+            steps=state.steps + offer.steps,
+            tokens=state.tokens + offer.tokens,
+        )
+        return self._result(MEMBER)
+
+    def share_data(self, terms: Terms) -> None:
+        if self.state.ledger is None:
+            self.state = self.state._replace(ledger=ledgers.begin(terms, self.state.round))
+
+    def hand_in(self, offer: Offer, weights: tuple[float, ...]) -> RoundResult:
+        return self._result(LEFT)
+
+    def request_leave(self) -> None:
+        pass
+
+    def finish(self, *, is_told: bool = True) -> list[EndMark]:
+        return []
+
+    def save(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def _result(self, fate: str) -> RoundResult:
+        state = self.state
+        hold = () if state.ledger is None else state.ledger.hold_of(self._rank)
+        return RoundResult(fate, state.round, state.chain, hold)
