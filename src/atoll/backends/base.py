@@ -237,7 +237,9 @@ class FolderBackend(RecordedBackend):
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
         folder = self.folder_of(training)
-        names = (RECORDS, "source", "packages", "rendezvous", WRAPPER)
+        # What ranks stored stays until the training is deleted, as their logs do: its rounds are
+        # read after the end, and its checkpoints are the user's.
+        names = (RECORDS, "source", "packages", WRAPPER)
         for path in [folder] if with_logs else [folder / name for name in names]:
             if path.is_dir():
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
