@@ -84,7 +84,7 @@ class Shell:
             return
         names = [training["name"] for training in self.json("ps")]
         if names:
-            assert self("rm", *names).returncode == 0
+            assert self("rm", "-f", *names).returncode == 0
         pid = self.server_pid()
         os.kill(pid, signal.SIGTERM)
         until(lambda: not is_alive(pid))

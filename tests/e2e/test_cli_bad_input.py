@@ -130,7 +130,7 @@ def test_what_the_training_refuses_is_one_line_and_1(atoll: Any) -> None:
     assert atoll("cancel", "refusing").returncode == 0
     assert atoll("wait", "refusing").returncode == 1
     _check(atoll("scale", "refusing", "2"), 1, "the training is cancelled, cannot scale to 2")
-    assert atoll("rm", "refusing").returncode == 0
+    assert atoll("rm", "-f", "refusing").returncode == 0
 
 
 def test_a_control_plane_that_is_not_there_is_one_line(atoll: Any) -> None:

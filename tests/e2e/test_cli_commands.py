@@ -69,7 +69,7 @@ def test_a_training_from_up_to_rm_in_json(atoll: Any) -> None:
     assert atoll.json("status", "life", "--bench")["phase"] == "Skipped"
 
     assert atoll.json("rm", "life") == {"removed": ["life"]}
-    assert atoll.json("rm", "life") == {"removed": []}
+    assert atoll.json("rm", "-f", "life") == {"removed": []}
     assert atoll("status", "life").returncode == 1
 
 
@@ -90,7 +90,7 @@ def test_people_see_tables(atoll: Any) -> None:
     waited = atoll("wait", "sad", "--timeout", "60")
     assert waited.returncode == 1
     assert "last lines of rank 1:" in waited.stderr
-    assert "sad: removed" in atoll("rm", "sad").stdout
+    assert "sad: removed" in atoll("rm", "-f", "sad").stdout
 
 
 def test_up_prints_only_the_name_and_wait_follows_it(atoll: Any) -> None:
@@ -108,7 +108,11 @@ def test_wait_times_out_with_124_and_says_what_was_missing(atoll: Any) -> None:
     assert done.returncode == 124
     assert "after 0.2 s" in done.stderr
     assert atoll.json("wait", "sleeper", "--timeout", "0", code=124)["exitCode"] == 124
-    assert atoll("rm", "sleeper").returncode == 0
+    refused = atoll("rm", "sleeper")
+    assert refused.returncode == 1
+    assert "sleeper is running: 'atoll cancel' stops, --force stops and removes" in refused.stderr
+    assert atoll.json("status", "sleeper")["phase"] in ("pending", "ready")
+    assert atoll("rm", "-f", "sleeper").returncode == 0
 
 
 def test_logs_f_ends_with_the_training(atoll: Any) -> None:
@@ -140,7 +144,7 @@ def test_status_w_without_a_terminal_is_a_line_for_each_change(atoll: Any, tmp_p
 def test_rm_finished_keeps_what_runs(lone_atoll: Any) -> None:
     assert lone_atoll("run", "--name", "over", "--", "true").returncode == 0
     assert lone_atoll("run", "-d", "--name", "alive", "--", "sleep", "60").returncode == 0
-    assert lone_atoll.json("rm", "--finished") == {"removed": ["over"]}
+    assert lone_atoll.json("rm", "-f", "--finished") == {"removed": ["over"]}
     assert [t["name"] for t in lone_atoll.json("ps")] == ["alive"]
 
 
@@ -154,12 +158,12 @@ def test_a_token_opens_its_namespace_only_and_can_be_removed(atoll: Any) -> None
     listed = {token["id"]: token for token in atoll.json("token", "list")}
     assert (listed[made["id"]]["namespace"], listed[made["id"]]["label"]) == ("other", "ci")
     assert made["token"] not in atoll("token", "list").stdout
-    assert atoll("rm", "mine", **other).returncode == 0
+    assert atoll("rm", "-f", "mine", **other).returncode == 0
     assert atoll.json("token", "revoke", made["id"]) == {"removed": [made["id"]]}
     refused = atoll("ps", **other)
     assert refused.returncode == 1
     assert "atoll token create" in refused.stderr
-    assert atoll("rm", "mine").returncode == 0
+    assert atoll("rm", "-f", "mine").returncode == 0
 
 
 def test_tokens_are_made_before_and_while_a_server_starts(lone_atoll: Any) -> None:

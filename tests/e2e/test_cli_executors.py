@@ -149,7 +149,7 @@ def test_a_training_outlives_the_configuration_of_its_executor(shell: Shell) -> 
     shown = shell.json("status", "far")
     assert shown["phase"] == "pending"
     assert "the executor 'eu' is not configured" in shown["message"]
-    refused = shell("rm", "far")
+    refused = shell("rm", "-f", "far")
     assert refused.returncode == 1
     assert "'far' is not removed yet: its executor 'eu' is not configured" in refused.stderr
     assert [t["name"] for t in shell.json("ps")] == ["far"]
@@ -175,7 +175,7 @@ def test_a_run_that_nobody_can_stop_now_is_left_in_its_time(shell: Shell) -> Non
     *_, left, unremoved = told.splitlines()
     assert left == f"atoll: left too: {LEFT}"
     assert unremoved.startswith("atoll: 'too' is not removed yet: its executor 'eu' cannot be")
-    refused = shell("rm", "far")
+    refused = shell("rm", "-f", "far")
     assert refused.returncode == 1
     assert "'far' is not removed yet: its executor 'eu' cannot be reached" in refused.stderr
     drop_records(shell)

@@ -190,9 +190,9 @@ def test_a_rank_that_fills_the_disk_can_be_cancelled_and_removed(filled: Shell, 
         until(lambda: not any(map(is_alive, pids.values())))
         assert filled("wait", "fills").returncode in (1, 130)
         assert client.get("fills").phase == "cancelled"
-        assert filled("rm", "fills").returncode == 0
+        assert filled("rm", "-f", "fills").returncode == 0
         until(lambda: [each.name for each in client.list()] == ["other"])
-        assert filled("rm", "other").returncode == 0  # the disk is full to this moment
+        assert filled("rm", "-f", "other").returncode == 0  # the disk is full to this moment
         until(lambda: client.list() == [])
         (disk / "filler").unlink()
         until(lambda: filled("run", "--name", "more", "--", "true").returncode == 0)

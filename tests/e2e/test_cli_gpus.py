@@ -49,7 +49,7 @@ def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
     until(lambda: "GPUs" in lone_atoll("status", "c").stdout)
     assert "4 of 4 GPUs of" in lone_atoll("status", "c").stdout
     assert devices_of(lone_atoll, "c") == []
-    assert lone_atoll("rm", "b").returncode == 0
+    assert lone_atoll("rm", "-f", "b").returncode == 0
     assert sorted(shown(lone_atoll, "c", 2)) == ["6", "7"]
     (lone_atoll.cwd / "go").touch()
     assert lone_atoll("wait", "c").returncode == 0

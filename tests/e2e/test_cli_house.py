@@ -24,6 +24,8 @@ def test_stop_leaves_the_ranks_and_stop_all_does_not(lone_atoll: Any) -> None:
     assert lone_atoll.json("stop", "--all")["cancelled"] == ["a"]
     assert not is_alive(rank)
     assert lone_atoll.json("stop") == {"pid": None, "cancelled": []}
+    # What has ended leaves its logs, and no reason to start a control plane in order to stop it.
+    assert lone_atoll("stop", "--all").stdout == "no control plane runs\n"
     assert lone_atoll.json("ps")[0]["phase"] == "cancelled"
 
 

@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line(atoll: Any, words: tuple[str, ...]) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "atoll: error: [Errno 28] No space left on device\n"
-    assert atoll("rm", "full").returncode == 0
+    assert atoll("rm", "-f", "full").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_reports_survive_a_killed_control_plane_and_go_with_the_training(atoll: 
     assert (atoll.cwd / "loss.svg").read_text().startswith("<svg"), drawn.stderr
     assert "lists what it has" in atoll("metrics", "told", "none", "--plot").stderr
 
-    assert atoll("rm", "told").returncode == 0
+    assert atoll("rm", "-f", "told").returncode == 0
     until(lambda: not _stored(atoll.state / "series.db", uid))
 
 
@@ -82,7 +82,7 @@ def test_a_rank_shows_what_it_uses(atoll: Any) -> None:
     used = {row["name"]: float(row["value"]) for row in rows(atoll, "busy")}
     assert used["machine/memory"] > 100_000
     assert used["machine/processes"] == 1
-    assert atoll("rm", "busy").returncode == 0
+    assert atoll("rm", "-f", "busy").returncode == 0
 
 
 def test_trainings_are_sorted_by_what_they_reported(atoll: Any) -> None:
@@ -101,4 +101,4 @@ def test_trainings_are_sorted_by_what_they_reported(atoll: Any) -> None:
     assert refused.returncode == 2
     assert "no training has reported 'nothing'" in refused.stderr
     assert refused.stderr.count("\n") == 1
-    assert atoll("rm", "worse", "better").returncode == 0
+    assert atoll("rm", "-f", "worse", "better").returncode == 0

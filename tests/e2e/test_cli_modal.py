@@ -36,7 +36,7 @@ def modal(lone_atoll: Shell) -> Iterator[ModalStandIn]:
     lone_atoll.configure(CONFIG)
     yield server
     if names := [each["name"] for each in lone_atoll.json("ps")]:
-        assert lone_atoll("rm", *names).returncode == 0
+        assert lone_atoll("rm", "-f", *names).returncode == 0
     server.close()
     s3.stop()
 

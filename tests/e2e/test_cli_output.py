@@ -22,7 +22,7 @@ def test_followed_logs_end_with_their_reader(atoll: Any) -> None:
         assert it.wait(PATIENCE_S) != 0
         assert it.stderr.read() == ""
     assert atoll.json("status", "ticking")["phase"] == "ready"
-    assert atoll("rm", "ticking").returncode == 0
+    assert atoll("rm", "-f", "ticking").returncode == 0
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
@@ -74,7 +74,7 @@ def test_letters_that_the_terminal_lacks_are_spelt_out(atoll: Any, said: str) ->
 def said(atoll: Any) -> Any:
     assert atoll("run", "--name", "said", "--", "printf", "é\u2028\n").returncode == 0
     yield "said"
-    assert atoll("rm", "said").returncode == 0
+    assert atoll("rm", "-f", "said").returncode == 0
 
 
 def _in_shell(atoll: Any, first: str, *words: str) -> tuple[int, str, bool]:

@@ -85,7 +85,7 @@ def test_ranks_report_by_http_through_a_killed_control_plane(atoll: Any) -> None
     code, words = answer(url, token, b"x" * 10_000_000)
     assert code == 413, words
     assert answer(url, token, b"rubbish")[0] == 400
-    atoll("rm", "far", "other")
+    atoll("rm", "-f", "far", "other")
     serving.terminate()
     serving.wait(30)
     serving.stdout.close()

@@ -32,6 +32,17 @@ def test_ctrl_c_cancels_and_waits_for_the_ranks(atoll: Any) -> None:
     assert atoll.json("status", "stopped")["phase"] == "cancelled"
 
 
+def test_rm_asks_before_it_stops_a_training(atoll: Any) -> None:
+    assert atoll("run", "-d", "--name", "asked-for", "--", "sleep", "60").returncode == 0
+    for answer, code, phase in (("n", 1, "ready"), ("y", 0, "gone")):
+        terminal = atoll.in_terminal("rm", "asked-for")
+        terminal.read_until("asked-for is running: stop and remove? [y/N]")
+        terminal.press(f"{answer}\n")
+        assert terminal.code() == code
+        phases = {each["name"]: each["phase"] for each in atoll.json("ps")}
+        assert phases.get("asked-for", "gone") in (phase, "pending" if code else "gone")
+
+
 def test_a_second_ctrl_c_leaves_at_once_and_the_ranks_are_stopped_all_the_same(atoll: Any) -> None:
     terminal = atoll.in_terminal(
         "run", "--name", "stubborn", "--stop-grace", "60", "--", "sh", "-c", STUBBORN
@@ -78,7 +89,7 @@ def test_status_w_draws_until_the_end_and_top_draws_until_ctrl_c(atoll: Any) -> 
     top.press("\x03")
     assert top.code() == 130
     assert top.text.rstrip().endswith("\x1b[?25h\x1b[?1049l")
-    assert atoll("rm", "watched").returncode == 0
+    assert atoll("rm", "-f", "watched").returncode == 0
 
 
 def test_what_is_not_drawn_on_a_terminal_loads_nothing_that_draws(atoll: Any) -> None:
@@ -106,7 +117,7 @@ def test_a_narrow_terminal_gets_one_line_and_whole_log_lines(atoll: Any) -> None
     assert "long " * 19 in terminal.text, "a terminal breaks it, so it can be copied whole"
     terminal.press("\x03")
     assert terminal.code() == 130
-    assert atoll("rm", name).returncode == 0
+    assert atoll("rm", "-f", name).returncode == 0
 
 
 def test_a_dumb_terminal_gets_changes_as_lines(atoll: Any) -> None:
@@ -195,7 +206,7 @@ def test_top_shows_what_ranks_use_and_their_loss_and_leaves_the_screen_as_it_was
     top.press("q")
     assert top.code() == 0
     assert top.text.endswith("\x1b[?1049l")
-    assert atoll("rm", "lossy").returncode == 0
+    assert atoll("rm", "-f", "lossy").returncode == 0
 
 
 def _figures(atoll: Any) -> dict[str, Any]:

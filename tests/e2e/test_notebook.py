@@ -76,7 +76,7 @@ def test_the_cells_of_the_page_run(atoll: Any, kernel: Kernel) -> None:
     assert "my-run" in shown["data"]["text/html"]
     answers = [content for kind, content in kernel.run(second) if kind == "execute_result"]
     assert [answer["data"]["text/plain"] for answer in answers] == ["{'lr': 0.1, 'loss': 0.05}"]
-    atoll("rm", "my-run")
+    atoll("rm", "-f", "my-run")
 
 
 def test_a_training_is_shown_live_and_what_ranks_say_is_text(atoll: Any, kernel: Kernel) -> None:
@@ -112,4 +112,4 @@ def test_a_training_is_shown_live_and_what_ranks_say_is_text(atoll: Any, kernel:
     assert len(error["traceback"]) <= 4
     assert "cell, line 1" in error["traceback"][1]
     assert "src/atoll" not in "".join(error["traceback"])
-    atoll("rm", "in-notebook")
+    atoll("rm", "-f", "in-notebook")

@@ -36,7 +36,7 @@ def test_tensorboard_has_the_curve_and_the_ids(atoll: Any) -> None:
     assert [event.step for event in events.Scalars("loss")] == list(range(10))
     [text] = events.Tensors("atoll/text_summary")
     assert status["uid"] in text.tensor_proto.string_val[0].decode()
-    atoll("rm", "in-tensorboard")
+    atoll("rm", "-f", "in-tensorboard")
 
 
 def test_wandb_has_the_ids_in_its_config(atoll: Any) -> None:
@@ -48,4 +48,4 @@ def test_wandb_has_the_ids_in_its_config(atoll: Any) -> None:
     content = written.read_bytes()
     assert status["uid"].encode() in content
     assert b"in-wandb" in content
-    atoll("rm", "in-wandb")
+    atoll("rm", "-f", "in-wandb")

@@ -139,7 +139,7 @@ def test_a_killed_rank_appears_and_reload_back_and_two_tabs_show_the_same(
     other.go_back()
     other.wait_for_selector("a.name:has-text('killed')")
     assert "q=killed" in other.url
-    atoll("rm", "killed")
+    atoll("rm", "-f", "killed")
 
 
 def test_a_page_says_that_it_is_stale_and_goes_on_when_the_server_is_back(
@@ -165,7 +165,7 @@ def test_a_page_says_that_it_is_stale_and_goes_on_when_the_server_is_back(
     page.wait_for_selector(".title >> text=Cancelled")
     visitor.close()
     line.close()
-    atoll("rm", "stays")
+    atoll("rm", "-f", "stays")
 
 
 @pytest.mark.parametrize("width", [1440, 390])
@@ -194,7 +194,7 @@ def test_axe_has_nothing_against_any_page_in_either_theme(
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"{path} scrolls sideways by {wide} px"
     visitor.close()
-    atoll("rm", f"axe-{width}", f"axe-runs-{width}")
+    atoll("rm", "-f", f"axe-{width}", f"axe-runs-{width}")
 
 
 def test_a_link_signs_in_once_and_a_used_one_says_what_to_do(visitor: Visitor) -> None:

@@ -107,7 +107,7 @@ def test_a_form_of_another_page_changes_nothing(door: Door, atoll: Any) -> None:
         assert answer.status_code == 403
     assert door.client.delete("/v1/trainings/target").status_code == 403
     assert atoll.json("status", "target")["spec"].get("cancel", False) is False
-    atoll("rm", "target")
+    atoll("rm", "-f", "target")
 
 
 def test_a_browser_makes_no_codes_and_a_get_uses_none_up(door: Door) -> None:
@@ -196,7 +196,7 @@ def test_another_server_of_this_machine_gets_nothing_from_a_browser_that_is_sign
         still.wait_for_selector(".chips button")
         assert "namespace default" in still.inner_text("#namespace")
         visitor.context.close()
-    atoll("rm", "wanted")
+    atoll("rm", "-f", "wanted")
 
 
 def test_who_learns_the_name_and_is_sent_the_cookie_cannot_use_it(atoll: Any) -> None:
@@ -223,7 +223,7 @@ def test_who_learns_the_name_and_is_sent_the_cookie_cannot_use_it(atoll: Any) ->
                 assert "sealed" not in answer.text.replace(path, "")
         assert atoll.json("status", "sealed")["phase"] == "ready"
         visitor.context.close()
-    atoll("rm", "sealed")
+    atoll("rm", "-f", "sealed")
 
 
 def test_a_browser_is_opened_without_the_code_in_its_arguments(atoll: Any) -> None:

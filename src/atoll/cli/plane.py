@@ -263,7 +263,7 @@ def cancel_all(where: Path) -> list[str]:
     from atoll.sdk.client import Client
     from atoll.sdk.endpoint import running
 
-    if running(where) is None and not any((where / "ranks").glob("*")):
+    if running(where) is None and not _may_run(where):
         return []
     with Client() as client:
         trainings = [t for t in client.list() if not t.last.status.phase.is_terminal]
@@ -278,6 +278,17 @@ def cancel_all(where: Path) -> list[str]:
             except UDTerminalState:
                 pass  # over before it was cancelled
     return [training.name for training in trainings]
+
+
+def _may_run(where: Path) -> bool:
+    """Whether a control plane would find ranks, or trainings that have not ended."""
+    from atoll.backends.local.protocol import DESIRED_FILE
+    from atoll.store.database import has_unsettled
+
+    # Ranks may outlive a store that was lost.
+    names = (DESIRED_FILE, "journal")
+    has_ranks = any(any((where / "ranks").glob(f"*/{name}")) for name in names)
+    return has_ranks or has_unsettled(where / "atoll.db")
 
 
 def stop_plane(where: Path) -> int | None:

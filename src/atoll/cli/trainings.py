@@ -38,6 +38,7 @@ from atoll.cli.terminal import can_redraw, screen
 from atoll.core.errors import (
     BelowMinimumWorld,
     NotFound,
+    Permanent,
     ResultError,
     Temporary,
     ValidationError,
@@ -426,14 +427,33 @@ def cancel(names: tuple[str, ...], is_json: bool) -> None:
         print_json([training_json(training.last) for training in trainings])
 
 
+def _confirm_removal(running: list[str], *, can_ask: bool) -> None:
+    """Raises unless the user agrees to stop what runs; nothing is removed then."""
+    text = f"{', '.join(running)} {'is' if len(running) == 1 else 'are'} running"
+    if not (can_ask and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Permanent(f"{text}: 'atoll cancel' stops, --force stops and removes")
+    if not click.confirm(f"{text}: stop and remove?", err=True):
+        raise Permanent("nothing was removed")
+
+
 @click.command()
 @names_argument(is_required=False)
 @click.option(
     "--finished", "is_finished", is_flag=True, help="Remove all trainings that have ended."
 )
+@click.option(
+    "--force",
+    "-f",
+    "is_forced",
+    is_flag=True,
+    help="Stop and remove trainings that run, without a question.",
+)
 @json_option
-def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
-    """Remove trainings with their ranks, logs and records. A missing training is no error."""
+def rm(names: tuple[str, ...], is_finished: bool, is_forced: bool, is_json: bool) -> None:
+    """Remove trainings with their ranks, logs and records. A missing training is no error.
+
+    On a terminal it asks before it stops one that runs; elsewhere that takes --force.
+    """
     if bool(names) == is_finished:
         raise ValidationError("names", list(names) or None, "give names, or --finished")
     client = Client()
@@ -444,6 +464,9 @@ def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
         except NotFound:
             if not is_json:
                 print(f"{name}: not there")
+    running = [t.name for t in trainings if not t.last.status.phase.is_terminal]
+    if running and not is_forced:
+        _confirm_removal(running, can_ask=not is_json)
     removed, remaining = [], []
     for training in trainings:
         try:

@@ -122,6 +122,20 @@ def prepare(db: sqlite3.Connection, path: Path, *, is_owner: bool) -> None:
         _sign(db)
 
 
+def has_unsettled(path: Path) -> bool:
+    """Whether a training there is not over. Changes nothing; a file that cannot be read may hold
+    one."""
+    if not path.exists():
+        return False
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as db:
+            return bool(db.execute("select 1 from trainings where is_settled = 0").fetchone())
+    except sqlite3.Error:
+        return True
+
+
 def _create(db: sqlite3.Connection) -> None:
     with db:  # commits, or rolls back
         db.execute("begin immediate")

@@ -91,12 +91,12 @@ def test_the_command_line_sends_a_project_and_a_rank_that_is_started_again_has_i
     ran = laptop(*run, "--name", "two", "--", "python", "train.py")
     assert ran.returncode == 0, ran.stderr
     assert code_maps(space) == maps
-    laptop("rm", "one")
+    laptop("rm", "-f", "one")
     ran = laptop("run", "--executor", "eu", "--no-code", "--", "ls", "train.py")
     assert ran.returncode == 1
     assert "code:" not in ran.stderr
     assert code_maps(space) == maps
-    laptop("rm", "two")
+    laptop("rm", "-f", "two")
     wait_for("the code is gone with the last training", lambda: not code_maps(space))
 
 

@@ -111,7 +111,7 @@ def test_a_user_runs_a_training_through_the_deployed_operator(
         assert sorted(re.findall(r"\[0\] met (\d)", ran.stdout)) == ["1", "2"]
         shown = json.loads(atoll(environment, "status", "meet", "--json").stdout)
         assert {e["exitCode"] for e in shown["rankExits"]} == {0}
-        assert atoll(environment, "rm", "meet").returncode == 0
+        assert atoll(environment, "rm", "-f", "meet").returncode == 0
     assert space.json("get", "trainings,jobs")["items"] == []
 
 

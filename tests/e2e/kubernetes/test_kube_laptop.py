@@ -81,7 +81,7 @@ def test_an_operator_in_the_same_namespace_leaves_its_ranks_alone(
     space.until_phase("theirs", "succeeded")
     held = [p["metadata"].get("finalizers", []) for p in space.pods() if _is_of(p, "mine")]
     assert [HELD in finalizers for finalizers in held] == [True, True], json.dumps(held)
-    assert laptop("rm", "mine").returncode == 0
+    assert laptop("rm", "-f", "mine").returncode == 0
     wait_for("its pods are gone", lambda: not any(_is_of(p, "mine") for p in space.pods()))
     assert space.status("theirs")["phase"] == "succeeded"
 
