@@ -241,6 +241,12 @@ def run_parameters() -> list[click.Parameter]:
         HeadedOption(
             ["--name"], help="Name of the training.", show_default="generated from the command"
         ),
+        HeadedOption(
+            ["--replace"],
+            is_flag=True,
+            default=None,
+            help="Stop and remove a training of this name first.",
+        ),
     )
     parameters += _headed(
         "Code and environment",
@@ -261,6 +267,11 @@ def run_parameters() -> list[click.Parameter]:
             ["--pip", "pip_packages"],
             multiple=True,
             help="Package to install for the ranks; may be repeated.",
+        ),
+        HeadedOption(
+            ["--module", "-m", "is_module"],
+            is_flag=True,
+            help="COMMAND names a Python module, as for `python -m`.",
         ),
         HeadedOption(
             ["--workdir", "-C", "working_dir"],
@@ -361,6 +372,7 @@ def read_launch(
     env: tuple[str, ...],
     env_files: tuple[Path, ...],
     pip_packages: tuple[str, ...],
+    is_module: bool,
     has_no_code: bool,
     **values: Any,
 ) -> Launch:
@@ -383,8 +395,8 @@ def read_launch(
     if note := misplaced(command, sys.argv):
         click.echo(f"atoll: {note}", err=True)
     options = with_defaults(options)
-    options["command"] = program(options["command"], options)
-    return Launch(generate_name(command) if name is None else name, options)
+    options["command"] = program(options["command"], options, is_module=is_module)
+    return Launch(generate_name(options["command"]) if name is None else name, options)
 
 
 def _follow(launch: Launch, timeout: float | None, *, is_removed: bool, is_json: bool) -> None:
@@ -556,17 +568,21 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _SCRIPTS = (".py", ".sh", ".bash")
 
 
-def program(command: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """The command, with the caller's Python before a script in Python.
+def program(
+    command: Sequence[str], options: Mapping[str, Any], *, is_module: bool = False
+) -> list[str]:
+    """The command, with the caller's Python before a script or module in Python.
 
     Raises ValidationError for a program that ranks on this machine cannot run.
     """
     argv = list(command)
-    is_script = bool(argv) and argv[0].endswith(".py")
-    if argv and is_local_executor(options.get("executor")):
+    is_local = is_local_executor(options.get("executor"))
+    python = (sys.executable or "python3") if is_local else "python"
+    if is_module:
+        return [python, "-m", *argv]
+    if argv and is_local:
         _check(argv[0], Path(options.get("working_dir") or "", argv[0]))
-        return [sys.executable or "python3", *argv] if is_script else argv
-    return ["python", *argv] if is_script else argv
+    return [python, *argv] if argv and argv[0].endswith(".py") else argv
 
 
 def _check(argument: str, path: Path) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Unpack
 
 from atoll.core.checks import check_name
-from atoll.core.errors import BelowMinimumWorld
+from atoll.core.errors import BelowMinimumWorld, NotFound
 from atoll.core.executors import ExecutorStatus
 from atoll.core.html import HtmlList, trainings_html
 from atoll.core.spec import ProviderFilter, TrainingSpec, WorldSize
@@ -20,7 +20,7 @@ from atoll.sdk.config import resolve_training
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, choose_endpoint
 from atoll.sdk.options import DeployOptions, Wait, wait_of
-from atoll.sdk.training import DistributedTraining
+from atoll.sdk.training import DELETE_S, DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Client:
         stall_restart: bool | None = None,
         executor: str | None = None,
         mesh: bool | None = None,
+        replace: bool | None = None,
         wait: Wait | None = None,
         timeout: float | None = None,
         **unknown: Never,
@@ -137,6 +138,8 @@ class Client:
             stall_restart: restart stalled ranks, within `max_restarts`.
             executor: where ranks run, by a name that `executors()` lists.
             mesh: start the ranks only when their hosts reach each other.
+            replace: stop and remove a training of this name first, as when you run a notebook
+                cell again.
             wait: also wait for "min" or "target" ranks.
             timeout: how long `wait` waits in seconds; 600.
         """
@@ -159,6 +162,8 @@ class Client:
     def _deploy(self, name: str, options: Mapping[str, Any]) -> Flow[DistributedTraining]:
         (spec, pack), (goal, limit_s) = resolve_training(name, options), wait_of(options)
         key = uuid.uuid4().hex
+        if options.get("replace"):
+            yield from self._remove(name)
         training = DistributedTraining(
             self, (yield from flows.deploy(spec, self._local_fields(spec), key, pack))
         )
@@ -172,6 +177,13 @@ class Client:
             )
             raise
         return training
+
+    def _remove(self, name: str) -> Flow[None]:
+        try:
+            training = yield from flows.get(name)
+        except NotFound:
+            return
+        yield from flows.delete(flows.TrainingRef(name, training.uid), DELETE_S)
 
     def map(
         self,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NAME = "atoll.toml"
 VARIABLE = "ATOLL_CONFIG"
 # Options that belong to one training.
-NO_DEFAULTS = ("command", "source", "args", "wait", "timeout")
+NO_DEFAULTS = ("command", "source", "args", "replace", "wait", "timeout")
 MERGED = ("env", "nccl_env")
 
 

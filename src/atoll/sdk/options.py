@@ -65,6 +65,7 @@ class DeployOptions(TypedDict, total=False):
     stall_restart: bool | None
     executor: str | None
     mesh: bool | None
+    replace: bool | None
     wait: Wait | None
     timeout: float | None
 
@@ -95,8 +96,8 @@ def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
     remaining: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     check_options(remaining)
     _check_code(remaining.pop("code", True))
-    remaining.pop("wait", None)
-    remaining.pop("timeout", None)
+    for option in ("replace", "wait", "timeout"):  # of the call, not of the training
+        remaining.pop(option, None)
 
     def take(*names: str) -> dict[str, Any]:
         return {name: remaining.pop(name) for name in names if name in remaining}

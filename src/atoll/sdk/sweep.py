@@ -26,12 +26,11 @@ from atoll.sdk import flows
 from atoll.sdk.client import Client
 from atoll.sdk.effects import Flow, NextChange, Pause, Send, decode_answer, send
 from atoll.sdk.options import DeployOptions, check_options
-from atoll.sdk.training import ColumnTable, DistributedTraining
+from atoll.sdk.training import DELETE_S, ColumnTable, DistributedTraining
 
 MAX_TRAININGS = 100_000  # more settings are a mistake: a list of them takes minutes to store
 MAX_AT_ONCE = 10_000  # as many ranks as one training may have
 RELIST_S = 0.5  # pause after a broken watch
-DELETE_S = 60.0  # as `training.delete()`
 _DIGEST = 10  # characters of it in a name
 MAX_IN_NAME = 63 - 1 - _DIGEST  # of a DNS label, without the dash and the digest
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}

@@ -52,6 +52,19 @@ def test_a_function_and_a_cancelled_training_run_again(client: atoll.Client) -> 
     assert again.phase == "ready"
 
 
+def test_a_cell_that_runs_again_replaces_its_training(client: atoll.Client) -> None:
+    running = client.deploy_distributed("cell", command=["sleep", "100"])
+    with pytest.raises(atoll.Conflict, match="cell"):
+        client.deploy_distributed("cell", command=["true"])
+    with pytest.raises(atoll.ValidationError):  # the one that runs is not removed for nothing
+        client.deploy_distributed("cell", command=[], replace=True)
+    assert client.get("cell").uid == running.uid
+    new = client.deploy_distributed("cell", command=["true"], replace=True)
+    new.wait_until_complete(60)
+    assert new.phase == "succeeded"
+    assert [t.uid for t in client.list()] == [new.uid] != [running.uid]
+
+
 def test_what_is_gone_is_named(client: atoll.Client, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

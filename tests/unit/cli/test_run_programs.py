@@ -61,6 +61,10 @@ def test_a_python_script_runs_with_the_callers_python(tmp_path: Path) -> None:
     assert program(["train.py"], {"working_dir": tmp_path}) == [sys.executable, "train.py"]
     assert program(["train.py"], {"executor": "eu"}) == ["python", "train.py"]
     assert program(["python", "train.py"], {}) == ["python", "train.py"]
+    module = program(["pkg.train", "--lr"], {}, is_module=True)
+    assert module == [sys.executable, "-m", "pkg.train", "--lr"]
+    assert generate_name(module).startswith("pkg-train-")
+    assert program(["m"], {"executor": "eu"}, is_module=True) == ["python", "-m", "m"]
 
 
 def test_a_python_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
