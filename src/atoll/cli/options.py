@@ -23,6 +23,9 @@ class Duration(click.ParamType[float]):
 
     name = "duration"
 
+    def __init__(self, min: float = 0.0, max: float = math.inf) -> None:
+        self.min, self.max = min, max
+
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         from atoll.core.text import DURATION_EXAMPLES, parse_duration
 
@@ -30,6 +33,8 @@ class Duration(click.ParamType[float]):
             seconds = parse_duration("", value)
         except ValidationError:
             self.fail(f"{value!r} is not a duration: expected {DURATION_EXAMPLES}", param, ctx)
+        if not self.min <= seconds <= self.max:
+            self.fail(f"{value!r}: expected {self.min:g}s to {self.max:g}s", param, ctx)
         # Fields that hold whole seconds refuse floats.
         is_integer = math.isfinite(seconds) and seconds == int(seconds)
         return int(seconds) if is_integer else seconds

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from atoll.cli.options import json_option
+from atoll.cli.options import Duration, json_option
 from atoll.core.text import format_bytes
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ SPARK = 12  # columns of the curve
 @click.command()
 @click.option(
     "--interval",
-    type=click.FloatRange(0.05, 3600),
-    default=1.0,
-    help="Seconds between two refreshes.",
+    type=Duration(0.05, 3600),
+    default="1s",
+    help="Time between two refreshes.",
     show_default=True,
 )
 @click.option(
