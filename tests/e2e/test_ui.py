@@ -240,3 +240,78 @@ def test_a_search_finds_what_is_far_from_the_end_and_a_rerun_is_a_new_training(
     page.click("button:has-text('Rerun…')")
     page.click("dialog button:has-text('Run it again')")
     page.wait_for_selector("h1:has-text('long-r2')")
+
+
+REPORTING = """
+import sys, atoll
+for step in range(int(sys.argv[-1])):
+    atoll.report(step=step, loss=4 - step / 100, tokens=100)
+"""
+
+
+def test_a_chart_has_axes_smoothing_a_log_scale_values_at_the_cursor_and_zoom(
+    atoll: Any, visitor: Visitor
+) -> None:
+    (atoll.cwd / "reports.py").write_text(REPORTING)
+    atoll("run", "--name", "drawn", "-n", "2", "--", sys.executable, "reports.py", "200")
+    page = visitor.open("/t/drawn", ".chart[data-name=loss] canvas")
+    over = ".chart[data-name=loss] .u-over"
+
+    def at_cursor(share: float) -> str:
+        box = page.locator(over).bounding_box()
+        page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2)
+        page.wait_for_selector(".chart[data-name=loss] .tip:visible")
+        return str(page.inner_text(".chart[data-name=loss] .tip"))
+
+    page.locator("#charts").scroll_into_view_if_needed()
+    page.select_option("select[aria-label='Horizontal axis']", "step")
+    until(lambda: "step 10" in at_cursor(0.5))
+    shown = at_cursor(0.5)
+    assert re.search(r"mean\s+3\.0", shown)
+    assert "max" in shown, "a band has its edges at the cursor, too"
+    page.select_option("select[aria-label='Horizontal axis']", "tokens")
+    until(lambda: re.search(r"tokens 10\.\d k", at_cursor(0.5)))
+    page.click("button:text-is('Log scale')")
+    page.focus("#smoothing")
+    page.keyboard.press("End")
+    until(lambda: {"x=tokens", "log=1", "smooth=0.98"} <= set(re.split("[?&]", page.url)))
+    page.reload()
+    page.wait_for_selector(".chart[data-name=loss] canvas")
+    assert page.get_attribute("button:text-is('Log scale')", "aria-pressed") == "true"
+    page.locator("#charts").scroll_into_view_if_needed()
+    box = page.locator(over).bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.5, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, middle, steps=4)
+    page.mouse.up()
+    page.wait_for_selector("button:text-is('Whole')")
+    until(lambda: re.search(r"tokens 1[0-5]\.\d k", at_cursor(0.02)))
+    page.click("button:text-is('Whole')")
+    page.wait_for_selector("button:text-is('Whole')", state="detached")
+
+
+def test_trainings_are_rows_and_each_flag_that_differs_is_a_column_that_fits(
+    atoll: Any, visitor: Visitor
+) -> None:
+    (atoll.cwd / "reports.py").write_text(REPORTING)
+    flags = ("--lr", "--width", "--depth", "--seed", "--batch", "--decay", "--beta")
+    for number in range(3):
+        words = [word for flag in flags for word in (flag, str(number / 10))]
+        script = ("reports.py", "--same", "yes", *words, "20")
+        atoll("run", "--name", f"set-{number}", "--", sys.executable, *script)
+    query = "&".join(f"t=set-{number}" for number in range(3))
+    page = visitor.open(f"/compare?{query}", ".u-over")
+    page.wait_for_selector("table.compare th:has-text('lr')")
+    assert page.locator("td:text-is('0.2')").count() >= 2
+    assert page.locator("table.compare th:has-text('same')").count() == 0
+    wide = (
+        "document.querySelector('.runs').scrollWidth - document.querySelector('.runs').clientWidth"
+    )
+    assert page.evaluate(wide) <= 0
+    page.click("table.compare th button:text-is('lr')")
+    page.click("table.compare th button:text-is('lr')")
+    assert page.inner_text("table.compare tbody th >> nth=0") == "set-2"
+    for theme in ("light", "dark"):
+        page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+        assert violations(page) == []

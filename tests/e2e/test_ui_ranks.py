@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from atoll.core.status import LogLine
+from atoll.core.phase import Phase
+from atoll.core.spec import WorldSize
+from atoll.core.status import LogLine, Status, WorldStatus
 from tests.e2e.browser import open_browser, violations
-from tests.support.crowded_plane import CrowdedPlane, crowded_plane, large, losing, many
+from tests.support.crowded_plane import CrowdedPlane, crowded_plane, large, losing, many, training
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 
@@ -119,13 +121,33 @@ def test_keys_are_told_and_go_where_they_say(plane: CrowdedPlane, page: Any) -> 
 
 
 def test_runs_are_compared_by_step_time_and_tokens(plane: CrowdedPlane, page: Any) -> None:
-    page.goto(f"{plane.origin}/compare?t=small&t=large&t=run-00001&x=tokens")
+    page.goto(f"{plane.origin}/compare?t=small&t=large&t=run-00001&t=nobody&x=tokens")
     page.wait_for_selector(".u-over")
-    assert page.locator(".legend li").count() == 1
-    assert "No loss with tokens: large, run-00001" in page.inner_text("[role=status].dim")
-    page.click("button:has-text('fields that are the same')")
-    page.wait_for_selector("th:text-is('executor')")
+    assert page.locator("table.compare tbody tr").count() == 3
+    said = page.inner_text("[role=status].dim")
+    assert "No loss over tokens: large, run-00001" in said
+    assert "No such training: nobody" in said
+    page.click("summary:has-text('that are the same')")
+    page.wait_for_selector("dt:text-is('executor')")
     assert violations(page) == []
     page.click("button[aria-label='Remove small']")
     page.wait_for_selector("button[aria-label='Remove small']", state="detached")
     assert "t=small" not in page.url
+
+
+def test_a_chart_of_many_runs_names_those_that_it_leaves_out(
+    plane: CrowdedPlane, page: Any
+) -> None:
+    names = [f"sweep-{number:02}" for number in range(70)]
+    done = Status(phase=Phase.SUCCEEDED, world=WorldStatus.of(1, WorldSize(min=1, target=1, max=1)))
+    plane.put(*(training(name, done) for name in names))
+    for number, name in enumerate(names):
+        plane.report(f"uid-{name}", 0, {"loss": [(at, at, number + at) for at in range(5)]})
+    page.goto(f"{plane.origin}/compare?{'&'.join(f't={name}' for name in names)}")
+    page.wait_for_selector("[role=status]:has-text('Not drawn: sweep-64')")
+    assert page.locator("table.compare tbody tr").count() == 70
+    page.hover(".u-over")
+    page.wait_for_selector(".tip:visible")
+    assert page.locator(".tip li").count() == 64
+    page.uncheck("input[aria-label='Draw sweep-00']")
+    page.wait_for_selector("[role=status]:has-text('Not drawn: sweep-65')")

@@ -254,6 +254,16 @@ class RoundTable:
             row = self._db.execute("select max(round) from rounds where uid = ?", (uid,)).fetchone()
             return None if row[0] is None else int(row[0]) + 1
 
+    def commits(self, uid: str) -> tuple[int, list[float]]:
+        """The first stored round of its newest run, and the commit times from there on."""
+        with self._file:
+            rows = self._db.execute(
+                "select round, max(at) from rounds where uid = ? and run = ? and at is not null "
+                "group by round order by round",
+                (uid, self.run_of(uid)),
+            ).fetchall()
+        return (rows[0][0], [row[1] for row in rows]) if rows else (0, [])
+
     def runs(self, uid: str) -> list[str]:
         """All runs with a stored round."""
         with self._file:

@@ -162,8 +162,8 @@ def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
     return (at, math.nan if step is None else float(step), *numbers)
 
 
-# Merges the series of all ranks into one band over time: min, quantiles, mean and max in each bin.
-# Pure.
+# Merges the series of all ranks into one band: min, quantiles, mean and max in each bin, over time
+# or over another position of the points. Pure.
 
 MIN_BINS = 20  # of a band: fewer draw no curve
 POINTS_A_BIN = 2  # of each rank: fewer, and the mean would jump with who reported
@@ -183,25 +183,37 @@ class Band(NamedTuple):
     bad: int
 
 
-def band_of(series: Sequence[Series], start: float, end: float, count: int) -> Band:
+def band_of(
+    series: Sequence[Series],
+    start: float,
+    end: float,
+    count: int,
+    positions: Sequence[Sequence[float]] | None = None,
+) -> Band:
     """Merges points into at most `count` bins from `start` to `end`; empty bins are left out.
+
+    `positions` has those of the points of each series, NaN for points to leave out; without it,
+    they are the times.
 
     With several series, bins are wide enough for most ranks to have points in each: otherwise the
     mean would jump with the ranks that happened to report. There is a gap where nobody reported for
     long, and in a single series where the next attempt begins.
     """
+    is_time = positions is None
+    if positions is None:
+        positions = [one.columns[AT] for one in series]
     if len(series) > 1:
-        count = min(count, max(MIN_BINS, int((end - start) / _usual_spacing(series))))
+        count = min(count, max(MIN_BINS, int((end - start) / _usual_spacing(positions))))
     width = max(end - start, 1e-9) / count
     by_bin: dict[int, list[tuple[float, float, float]]] = {}  # least, mean, largest of each rank
     bad = 0
-    for one in series:
+    for one, places in zip(series, positions, strict=True):
         columns = one.columns
-        times, numbers, wrong = columns[AT], columns[COUNT], columns[BAD]
+        numbers, wrong = columns[COUNT], columns[BAD]
         last = count - 1
-        bins = [min(last, int((at - start) / width)) for at in times]
+        bins = [-1 if at != at else min(last, int((at - start) / width)) for at in places]
         rows = zip(bins, columns[MIN], columns[MEAN], columns[MAX], strict=True)
-        is_inside = len(times) and start <= min(times) and max(times) <= end
+        is_inside = len(places) and all(start <= at <= end for at in places)
         if is_inside and 0.0 not in numbers and len(set(bins)) == len(bins):
             bad += int(sum(wrong))
             for index, least, mean, largest in rows:
@@ -209,9 +221,9 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
             continue
         own: dict[int, list[float]] = {}
         for at, number, off, (index, least, mean, largest) in zip(
-            times, numbers, wrong, rows, strict=True
+            places, numbers, wrong, rows, strict=True
         ):
-            if not start <= at <= end:
+            if not start <= at <= end:  # NaN too
                 continue
             bad += int(off)
             if not number:
@@ -238,18 +250,17 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
         band.p90.append(_quantile(means, 0.9))
         band.high.append(max(highs))
         band.ranks.append(len(means))
-    starts = _attempt_starts(series[0]) if len(series) == 1 else []
+    starts = _attempt_starts(series[0]) if is_time and len(series) == 1 else []
     return _with_gaps(
         band, {min(count - 1, int((at - start) / width)) for at in starts}, start, width
     )
 
 
-def _usual_spacing(series: Sequence[Series]) -> float:
-    """Seconds in which a rank usually reports `POINTS_A_BIN` points."""
+def _usual_spacing(positions: Sequence[Sequence[float]]) -> float:
+    """The distance over which a rank usually reports `POINTS_A_BIN` points."""
+    usable = ([at for at in places if at == at] for places in positions)
     spacings = sorted(
-        (one.columns[AT][-1] - one.columns[AT][0]) / (len(one) - 1)
-        for one in series
-        if len(one) > 1
+        (places[-1] - places[0]) / (len(places) - 1) for places in usable if len(places) > 1
     )
     return POINTS_A_BIN * max(spacings[len(spacings) // 2], 1e-9) if spacings else 1e-9
 

@@ -287,7 +287,7 @@ def page_of(
         resizes=_resizes(status.world_size_history),
         metrics=list(metrics or ()),
         has_store=metrics is not None,
-        spec=_spec(training),
+        spec=spec_of(training),
         command=_command(training),
         shell=shell_of(training.spec, again),
         python=python_of(training.spec, again),
@@ -509,10 +509,10 @@ def _kind_of_exit(ended: RankExit) -> str:
     return "failed" if ended.is_failure else "exited"
 
 
-def _spec(training: Training) -> dict[str, object]:
+def spec_of(training: Training) -> dict[str, Any]:
     import msgspec
 
-    spec: dict[str, object] = msgspec.to_builtins(redact(training).spec)
+    spec: dict[str, Any] = msgspec.to_builtins(redact(training).spec)
     return spec
 
 

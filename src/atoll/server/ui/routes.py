@@ -35,7 +35,7 @@ from atoll.server.http.operations import (
     on_error,
     routes,
 )
-from atoll.server.ui import views
+from atoll.server.ui import compare, views
 from atoll.server.ui.sessions import MAX_S
 
 # The files of the dashboard. One page serves every address. The paths of its files contain a
@@ -226,6 +226,14 @@ OPERATIONS = (
         "Its metrics over time.",
         {},
         query=views.MetricBandsQuery,
+    ),
+    Operation(
+        "GET",
+        "/ui/compare",
+        compare.compare,
+        "Trainings beside each other.",
+        {},
+        query=compare.CompareQuery,
     ),
     Operation("GET", "/ui/rounds/{name}", views.rounds, "Its rounds.", {}, query=views.GridQuery),
     Operation(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
-from math import fsum, isfinite
-from typing import Annotated, TypeVar
+from math import fsum, isfinite, isnan
+from typing import Annotated, NamedTuple, TypeVar
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -32,6 +32,7 @@ from atoll.core.rounds import (
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.core.text import spans
+from atoll.metrics.axes import Axis, AxisSource, has_steps, positions
 from atoll.metrics.rounds import RoundTable
 from atoll.metrics.series import AT, MEAN, Series, band_of
 from atoll.metrics.store import LabeledSeries, MetricStore
@@ -92,7 +93,8 @@ class MetricBandsQuery(Query, frozen=True):
     # Without `rank`: how many to draw, those furthest from the mean.
     furthest: Annotated[int, Meta(ge=0, le=8)] = 0
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
-    start: Timestamp | None = None
+    x: Axis = "time"
+    start: Timestamp | None = None  # or the first position on another axis
     end: Timestamp | None = None
     uid: str | None = None
 
@@ -102,11 +104,11 @@ class StreamQuery(Query, frozen=True):
 
 
 class MetricBand(Model, frozen=True, omit_defaults=False):
-    """One metric over time: the band of all ranks, or one rank, which has only a mean."""
+    """One metric over an axis: the band of all ranks, or one rank, which has only a mean."""
 
     name: str
     rank: int | None
-    at: list[float]
+    at: list[float]  # positions on the axis
     low: list[MetricValue]
     p10: list[MetricValue]
     mean: list[MetricValue]
@@ -114,6 +116,7 @@ class MetricBand(Model, frozen=True, omit_defaults=False):
     high: list[MetricValue]
     ranks: list[int]
     bad: int
+    unplaced: int  # points that have no position on the axis
 
 
 class MetricBandList(Model, frozen=True, omit_defaults=False):
@@ -244,18 +247,71 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
     assert metric_store is not None
     items = []
     for name in query.name[:MAX_CURVES]:
-        every = [one for one in metric_store.series(uid, [name]) if len(one.series)]
-        if not every:
+        every = PlacedSeries.of(metric_store, uid, name, query.x)
+        extent = every.extent()
+        if extent is None:
+            if every.series:
+                items.append(every.band(name, None, 0.0, 0.0, query.bins))
             continue
-        start = min(one.series.columns[AT][0] for one in every)
-        end = max(one.series.columns[AT][-1] for one in every)
-        start, end = max(start, query.start or start), min(end, query.end or end)
-        items.append(_metric_band(name, None, every, start, end, query.bins))
-        for rank in (query.rank or furthest(every, query.furthest))[:MAX_LINES]:
-            own = [one for one in every if one.rank == rank]
-            if own:
-                items.append(_metric_band(name, rank, own, start, end, query.bins))
+        start, end = (
+            max(extent[0], query.start or extent[0]),
+            min(extent[1], query.end or extent[1]),
+        )
+        items.append(every.band(name, None, start, end, query.bins))
+        for rank in (query.rank or furthest(every.series, query.furthest))[:MAX_LINES]:
+            own = every.of_rank(rank)
+            if own.series:
+                items.append(own.band(name, rank, start, end, query.bins))
     return MetricBandList(names=_names(metric_store, uid), items=items)
+
+
+class PlacedSeries(NamedTuple):
+    """The series of one metric, with the position of each point on an axis."""
+
+    series: list[LabeledSeries]
+    positions: list[Sequence[float]] | None  # None: the times
+
+    @classmethod
+    def of(cls, metric_store: MetricStore, uid: str, name: str, axis: Axis) -> PlacedSeries:
+        series = [one for one in metric_store.series(uid, [name]) if len(one.series)]
+        if axis == "time":
+            return cls(series, None)
+        steps: dict[int, Series] = {}
+        tokens: dict[int, Series] = {}
+        if axis == "step" and not all(has_steps(one.series) for one in series):
+            steps = {one.rank: one.series for one in reversed(metric_store.series(uid, [LOSS]))}
+        if axis == "tokens":
+            tokens = {
+                one.rank: one.series for one in reversed(metric_store.series(uid, ["tokens"]))
+            }
+        first_round, commits = metric_store.rounds.commits(uid) if axis == "round" else (0, [])
+
+        def source_of(rank: int) -> AxisSource:
+            return AxisSource(axis, steps.get(rank), tokens.get(rank), first_round, commits)
+
+        return cls(series, [positions(one.series, source_of(one.rank)) for one in series])
+
+    def of_rank(self, rank: int) -> PlacedSeries:
+        at = [index for index, one in enumerate(self.series) if one.rank == rank]
+        placed = self.positions
+        return PlacedSeries(
+            [self.series[index] for index in at],
+            None if placed is None else [placed[index] for index in at],
+        )
+
+    def extent(self) -> tuple[float, float] | None:
+        """The lowest and the highest position; None if no point has one."""
+        if self.positions is None:
+            times = [one.series.columns[AT] for one in self.series]
+            ends = [end for column in times for end in (column[0], column[-1])]
+        else:
+            ends = [at for placed in self.positions for at in placed if not isnan(at)]
+        return (min(ends), max(ends)) if ends else None
+
+    def band(self, name: str, rank: int | None, start: float, end: float, bins: int) -> MetricBand:
+        band = band_of([one.series for one in self.series], start, end, bins, self.positions)
+        unplaced = sum(isnan(at) for placed in self.positions or () for at in placed)
+        return MetricBand(name=name, rank=rank, unplaced=unplaced, **band._asdict())
 
 
 def furthest(series: list[LabeledSeries], count: int) -> list[int]:
@@ -271,13 +327,6 @@ def furthest(series: list[LabeledSeries], count: int) -> list[int]:
     far = {rank: abs(value - middle) for rank, value in newest_values.items()}
     order = sorted(far, key=lambda rank: (-far[rank], rank))
     return sorted(rank for rank in order[:count] if far[rank] > MIN_SPREAD * abs(middle))
-
-
-def _metric_band(
-    name: str, rank: int | None, series: list[LabeledSeries], start: float, end: float, bins: int
-) -> MetricBand:
-    band = band_of([one.series for one in series], start, end, bins)
-    return MetricBand(name=name, rank=rank, **band._asdict())
 
 
 async def stream(call: ApiCall) -> Answer:

@@ -42,11 +42,11 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (!route) {
-    document.title = "Not route · atoll";
+    document.title = "Not found · atoll";
     view?.close?.();
     put(
       main,
-      h("h1", {}, "Not route"),
+      h("h1", {}, "Not found"),
       h(
         "p",
         {},
@@ -134,6 +134,7 @@ const KEYS = [
   ["1 … 7", "sections"],
   ["[ ]", "earlier, later"],
   ["0", "whole span of time"],
+  ["← →", "move the cursor of a focused chart"],
   ["f", "follow the log"],
   ["n N", "next, previous match"],
   ["e", "to the cause"],

@@ -1,44 +1,34 @@
 // Charts of the metrics that ranks report. A band covers all ranks; a chosen rank is a line.
 
 import { get, query } from "./api.js";
-import { button, bytes, h, number, put } from "./dom.js";
+import { button, h, number, put } from "./dom.js";
+import { AXES, Plot, controls, finite, formatOf, styleOf, swatch } from "./plot.js";
 import { marksOf, fullSpan } from "./ranks.js";
 
 const FIRST = ["loss", "tokens", "machine/memory", "machine/cpu"];
+const LABEL_OF = Object.fromEntries(AXES);
 const MAX_CHARTS = 12; // more slow a page down, and nobody reads them
-const HEIGHT = 180;
-const MAX_LINES = 8; // of single ranks: there are as many colours and dashes
-const TONES = [
-  "--failed",
-  "--succeeded",
-  "--pending",
-  "--c5",
-  "--c6",
-  "--cancelled",
-  "--ink",
-  "--running",
+const HEIGHT = 190;
+const MAX_RANKS = 8; // drawn as lines of their own; the server picks those furthest from the mean
+const BANDS = [
+  { edges: [1, 2], alpha: "55" },
+  { edges: [3, 4], alpha: "cc" },
 ];
-const DASHES = [[6, 4], [2, 3], [8, 3, 2, 3], [4, 4], [10, 4], [1, 3], [6, 2, 2, 2], []];
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// NaN and infinities arrive as text; a chart has a gap there.
-const finite = (value) => (typeof value === "string" ? null : value);
-const format = (name, value) =>
-  value === null || value === undefined
-    ? "–"
-    : name.includes("memory") || name.includes("bytes")
-      ? bytes(value)
-      : number(value);
 
 export class Charts {
-  constructor(panel, path, signal) {
+  // `address` holds the choices: {x, smoothing, isLog, zoom}; `choose` writes them there.
+  constructor(panel, path, signal, { address, choose, onSpan, onWhole }) {
     this.path = path;
     this.signal = signal;
+    this.address = address;
+    this.choose = choose;
+    this.onSpan = onSpan;
+    this.onWhole = onWhole;
     this.plots = new Map();
     this.bands = new Map(); // by name: the band of all ranks, then those of single ranks
     this.selected = null;
     this.perRank = new Map();
     this.lines = "furthest";
-    this.isLog = false;
     this.grid = h("div", { class: "charts" });
     this.bar = h("div", { class: "row tools" });
     put(panel.tools, this.bar);
@@ -58,6 +48,30 @@ export class Charts {
       },
       { rootMargin: "200px" },
     );
+  }
+
+  settings() {
+    const values = this.address();
+    const x = AXES.some(([key]) => key === values.x) ? values.x : "time";
+    const zoom = (values.zoom || "").split("-").map(Number);
+    return {
+      x,
+      smoothing: Math.max(0, Math.min(0.98, Number(values.smooth) || 0)),
+      isLog: values.log === "1",
+      zoom: x !== "time" && zoom.length === 2 && zoom[1] > zoom[0] ? zoom : null,
+    };
+  }
+
+  change({ x, smoothing, isLog, zoom }) {
+    const values = {};
+    if (x !== undefined) Object.assign(values, { x: x === "time" ? null : x, zoom: null });
+    if (smoothing !== undefined) values.smooth = smoothing || null;
+    if (isLog !== undefined) values.log = isLog ? "1" : null;
+    if (zoom !== undefined) values.zoom = zoom && zoom.map((each) => each.toFixed(2)).join("-");
+    this.choose(values);
+    if (x === undefined && zoom === undefined) this.redraw();
+    else this.refresh(this.page, this.span);
+    this.frame();
   }
 
   last(name) {
@@ -118,13 +132,21 @@ export class Charts {
     for (const [name, plot] of this.plots)
       if (!names.includes(name)) {
         this.inView.unobserve(plot.box);
-        plot.chart?.destroy();
+        plot.plot.destroy();
         plot.box.remove();
         this.plots.delete(name);
         this.bands.delete(name);
       }
     for (const name of names) if (!this.plots.has(name)) this.add(name);
-    const sign = JSON.stringify([names, metrics.length, this.lines, this.isLog]);
+    const settings = this.settings(),
+      sign = JSON.stringify([
+        names,
+        metrics.length,
+        this.lines,
+        settings.isLog,
+        settings.x,
+        settings.zoom,
+      ]);
     if (sign === this.barSign) return;
     this.barSign = sign;
     const more = metrics.filter((each) => !names.includes(each.name));
@@ -136,30 +158,28 @@ export class Charts {
     put(
       this.bar,
       metrics.length
-        ? h(
-            "div",
-            { class: "seg", role: "group", "aria-label": "Lines" },
-            kinds.map(([key, label]) =>
-              button(
-                label,
-                () => {
-                  this.lines = key;
-                  this.again();
-                },
-                { "aria-pressed": String(this.lines === key) },
-              ),
-            ),
-          )
-        : null,
-      metrics.length
-        ? button(
-            "Log scale",
-            () => {
-              this.isLog = !this.isLog;
-              this.again();
-            },
-            { class: "mini", "aria-pressed": String(this.isLog) },
-          )
+        ? [
+            settings.zoom
+              ? button("Whole", () => this.change({ zoom: null }), { class: "mini" })
+              : null,
+            metrics.some((each) => each.ranks > 1)
+              ? h(
+                  "div",
+                  { class: "seg", role: "group", "aria-label": "Lines" },
+                  kinds.map(([key, label]) =>
+                    button(
+                      label,
+                      () => {
+                        this.lines = key;
+                        this.refresh(this.page, this.span);
+                      },
+                      { "aria-pressed": String(this.lines === key) },
+                    ),
+                  ),
+                )
+              : null,
+            controls(settings, (values) => this.change(values)),
+          ]
         : null,
       more.length
         ? h(
@@ -173,7 +193,7 @@ export class Charts {
                 onchange: (event) => {
                   if (event.target.value) {
                     this.selected = [...names, event.target.value].slice(-MAX_CHARTS);
-                    this.again();
+                    this.refresh(this.page, this.span);
                   }
                 },
               },
@@ -183,14 +203,6 @@ export class Charts {
           )
         : null,
     );
-  }
-
-  again() {
-    for (const plot of this.plots.values()) {
-      plot.chart?.destroy();
-      plot.chart = null;
-    }
-    this.refresh(this.page, this.span);
   }
 
   add(name) {
@@ -220,7 +232,24 @@ export class Charts {
       this.asTable(name),
     );
     this.grid.append(box);
-    this.plots.set(name, { box, now, bad, holder, key, chart: null, isOld: true });
+    const plot = new Plot(holder, {
+      height: HEIGHT,
+      format: formatOf(name),
+      bands: BANDS,
+      isWall: true,
+      isOrdered: true,
+      sync: "atoll",
+      marks: () => marksOf(this.page),
+      onZoom: (span) => {
+        if (this.settings().x === "time") this.onSpan(span);
+        else this.change({ zoom: span });
+      },
+      onWhole: () => {
+        if (this.settings().x === "time") this.onWhole();
+        else this.change({ zoom: null });
+      },
+    });
+    this.plots.set(name, { box, now, bad, holder, key, plot, isOld: true });
     this.inView.observe(box);
   }
 
@@ -229,22 +258,19 @@ export class Charts {
     if (!plot || plot.isLoading) return;
     plot.isLoading = true;
     plot.isOld = false;
-    const [start, end] = this.span,
-      full = fullSpan(this.page),
-      isRunning = !this.page.row.endedAt;
     const count = this.page.metrics.find((each) => each.name === name)?.ranks || 1;
-    const limits = {
-      start: start > full[0] + 0.5 ? Math.floor(start / 5) * 5 : null,
-      end: end < full[1] - 0.5 && !(isRunning && full[1] - end < 5) ? Math.ceil(end) : null,
-    };
+    const { x, zoom } = this.settings();
     const single =
-      this.lines === "band" || count < 2
-        ? {}
-        : this.lines === "each"
-          ? { furthest: MAX_LINES }
-          : { furthest: 2 };
+      this.lines === "band" || count < 2 ? {} : { furthest: this.lines === "each" ? MAX_RANKS : 2 };
     try {
-      const params = query({ name, uid: this.page.row.uid, bins: 600, ...limits, ...single });
+      const params = query({
+        name,
+        uid: this.page.row.uid,
+        bins: 600,
+        x,
+        ...(x === "time" ? this.limits() : zoom ? { start: zoom[0], end: zoom[1] } : {}),
+        ...single,
+      });
       const answer = await get(`/ui/metrics/${this.path}${params}`, this.signal);
       this.bands.set(name, answer.items);
       this.draw(name);
@@ -253,6 +279,17 @@ export class Charts {
     } finally {
       plot.isLoading = false;
     }
+  }
+
+  // The span of time as the server gets it: nothing where it is the whole.
+  limits() {
+    const [start, end] = this.span,
+      full = fullSpan(this.page),
+      isRunning = !this.page.row.endedAt;
+    return {
+      start: start > full[0] + 0.5 ? Math.floor(start / 5) * 5 : null,
+      end: end < full[1] - 0.5 && !(isRunning && full[1] - end < 5) ? Math.ceil(end) : null,
+    };
   }
 
   // Reads what each rank uses now, for the lanes of small worlds.
@@ -281,134 +318,74 @@ export class Charts {
 
   draw(name) {
     const plot = this.plots.get(name),
-      [band, ...single] = this.bands.get(name) || [];
+      [band, ...single] = this.bands.get(name) || [],
+      settings = this.settings(),
+      format = formatOf(name);
     if (!plot) return;
     if (!band) {
       plot.now.textContent = "–";
-      plot.chart?.destroy();
-      plot.chart = null;
+      plot.plot.destroy();
       return;
     }
-    const last = band.mean.length ? format(name, finite(band.mean[band.mean.length - 1])) : "–";
+    const mean = band.mean.map(finite),
+      last = format(mean.findLast((each) => each !== null) ?? null),
+      ranks = band.ranks.length ? Math.max(...band.ranks) : 0;
+    const edges =
+      ranks > 1
+        ? [
+            ["max", band.high],
+            ["min", band.low],
+            ["p90", band.p90],
+            ["p10", band.p10],
+          ]
+        : [
+            ["max", []],
+            ["min", []],
+            ["p90", []],
+            ["p10", []],
+          ];
+    const lines = [
+      ...edges.map(([label, y]) => ({
+        label,
+        x: y.length ? band.at : [],
+        y: y.map(finite),
+        isEdge: true,
+      })),
+      {
+        label: ranks > 1 ? "mean" : name,
+        x: band.at,
+        y: mean,
+        ...styleOf(0),
+        hasGaps: true,
+        isEdge: false,
+      },
+      ...single.map((own, at) => ({
+        label: `rank ${own.rank}`,
+        x: own.at,
+        y: own.mean.map(finite),
+        ...styleOf(at + 1),
+        width: 1.2,
+        hasGaps: true,
+        isEdge: false,
+      })),
+    ];
+    plot.plot.draw(lines, settings);
     plot.now.textContent = last;
-    plot.bad.textContent = band.bad ? `${band.bad} not finite` : "";
-    const ranks = band.ranks.length ? Math.max(...band.ranks) : 0,
-      bad = band.bad ? `, ${band.bad} values not finite` : "";
+    plot.bad.textContent = [
+      band.bad ? `${band.bad} not finite` : "",
+      !band.at.length && !band.unplaced ? "no points in this part" : "",
+      band.unplaced && !band.at.length ? `no ${settings.x} is known here` : "",
+      band.unplaced && band.at.length ? `${band.unplaced} points without a ${settings.x}` : "",
+      plot.plot.hasHidden ? "zero and below are not drawn" : "",
+    ]
+      .filter(Boolean)
+      .join(", ");
+    const bad = band.bad ? `, ${band.bad} values not finite` : "";
     plot.holder.setAttribute("aria-label", `${name}: last ${last}, ${ranks} ranks${bad}`);
     put(
       plot.key,
-      single.map((own, at) => {
-        const item = h("li", {}, h("span", {}, `rank ${own.rank}`));
-        item.style.color = `var(${TONES[at % TONES.length]})`;
-        return item;
-      }),
+      single.map((own, at) => h("li", {}, swatch(styleOf(at + 1)), `rank ${own.rank}`)),
     );
-    const data = uPlot.join([
-      [
-        band.at,
-        band.high.map(finite),
-        band.low.map(finite),
-        band.p90.map(finite),
-        band.p10.map(finite),
-        band.mean.map(finite),
-      ],
-      ...single.map((own) => [own.at, own.mean.map(finite)]),
-    ]);
-    const sign = JSON.stringify([single.map((own) => own.rank), this.isLog]);
-    if (plot.chart && plot.sign === sign) {
-      plot.chart.setData(data);
-      return;
-    }
-    plot.chart?.destroy();
-    plot.sign = sign;
-    plot.chart = new uPlot(
-      this.options(name, band, single, plot.holder.clientWidth || 480),
-      data,
-      plot.holder,
-    );
-  }
-
-  options(name, band, single, width) {
-    const line = colour("--running"),
-      pale = colour("--muted"),
-      ink = colour("--ink-3"),
-      grid = colour("--line");
-    const axis = {
-      stroke: ink,
-      grid: { stroke: grid, width: 1 },
-      ticks: { stroke: grid },
-      font: "11px system-ui",
-    };
-    const edge = { stroke: "transparent", width: 0, points: { show: false } };
-    const two = (n) => String(n).padStart(2, "0");
-    const clockOf = (at) => {
-      const then = new Date(at * 1000);
-      return `${two(then.getHours())}:${two(then.getMinutes())}`;
-    };
-    const times = (_, ticks) =>
-      ticks.map((tick) =>
-        ticks[1] - ticks[0] >= 86400
-          ? new Date(tick * 1000).toISOString().slice(5, 10)
-          : ticks[1] - ticks[0] < 60
-            ? `${clockOf(tick)}:${two(new Date(tick * 1000).getSeconds())}`
-            : clockOf(tick),
-      );
-    return {
-      width,
-      height: HEIGHT,
-      legend: { show: false },
-      cursor: { sync: { key: "atoll" }, y: false },
-      scales: {
-        x: {
-          range: (chart, low, high) =>
-            chart.data[0].length > 1 ? [low, high] : [low - 30, low + 30],
-        },
-        y: { distr: this.isLog ? 3 : 1 },
-      },
-      series: [
-        {},
-        edge,
-        edge,
-        edge,
-        edge,
-        { stroke: line, width: 1.5, points: { show: band.at.length < 3 } },
-        ...single.map((_, at) => ({
-          stroke: colour(TONES[at % TONES.length]),
-          width: 1.2,
-          dash: DASHES[at % DASHES.length],
-          points: { show: false },
-        })),
-      ],
-      bands: [
-        { series: [1, 2], fill: `${pale}55` },
-        { series: [3, 4], fill: `${pale}cc` },
-      ],
-      axes: [
-        { ...axis, values: times, space: 60, size: 28 },
-        {
-          ...axis,
-          size: 72,
-          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(name, tick))),
-        },
-      ],
-      hooks: { draw: [(chart) => this.drawMarks(chart)] },
-    };
-  }
-
-  drawMarks(chart) {
-    const { ctx, bbox } = chart;
-    for (const mark of marksOf(this.page)) {
-      const x = chart.valToPos(mark.at, "x", true);
-      if (!(x > bbox.left && x < bbox.left + bbox.width)) continue;
-      ctx.save();
-      ctx.strokeStyle = colour(mark.kind === "cause" ? "--failed" : "--ink-3");
-      ctx.setLineDash(mark.kind === "cause" ? [] : [4, 4]);
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
-      ctx.restore();
-    }
   }
 
   asTable(name) {
@@ -420,7 +397,9 @@ export class Charts {
         ontoggle: (event) => {
           const band = this.bands.get(name)?.[0];
           if (!event.target.open || !band) return;
-          const step = Math.max(1, Math.ceil(band.at.length / 50));
+          const step = Math.max(1, Math.ceil(band.at.length / 50)),
+            { x } = this.settings(),
+            format = formatOf(name);
           put(
             body,
             h(
@@ -433,7 +412,7 @@ export class Charts {
                 h(
                   "tr",
                   {},
-                  ["Time", "Min", "Mean", "Max", "Ranks"].map((each) =>
+                  [LABEL_OF[x], "Min", "Mean", "Max", "Ranks"].map((each) =>
                     h("th", { scope: "col" }, each),
                   ),
                 ),
@@ -447,9 +426,13 @@ export class Charts {
                     h(
                       "tr",
                       {},
-                      h("td", {}, new Date(at * 1000).toLocaleTimeString()),
+                      h(
+                        "td",
+                        {},
+                        x === "time" ? new Date(at * 1000).toLocaleTimeString() : number(at),
+                      ),
                       [band.low, band.mean, band.high].map((column) =>
-                        h("td", { class: "num" }, format(name, finite(column[n * step]))),
+                        h("td", { class: "num" }, format(finite(column[n * step]))),
                       ),
                       h("td", {}, band.ranks[n * step]),
                     ),
@@ -465,21 +448,16 @@ export class Charts {
   }
 
   fit() {
-    for (const plot of this.plots.values())
-      plot.chart?.setSize({ width: plot.holder.clientWidth || 480, height: HEIGHT });
+    for (const { plot } of this.plots.values()) plot.fit();
   }
 
   redraw() {
-    for (const [name, plot] of this.plots) {
-      plot.chart?.destroy();
-      plot.chart = null;
-      if (this.bands.has(name)) this.draw(name);
-    }
+    for (const name of this.plots.keys()) if (this.bands.has(name)) this.draw(name);
   }
 
   close() {
     this.resize.disconnect();
     this.inView.disconnect();
-    for (const plot of this.plots.values()) plot.chart?.destroy();
+    for (const { plot } of this.plots.values()) plot.destroy();
   }
 }

@@ -1,32 +1,37 @@
-// Compares two to eight trainings: what differs in their specs, and one metric of each as a line.
+// Compares trainings: one metric of each as a line, and a table with a row for each training.
 
 import { get, query } from "./api.js";
-import { button, clock, duration, h, number, phaseBadge, put, svg } from "./dom.js";
+import { button, duration, h, number, phaseBadge, put } from "./dom.js";
+import { AXES, MAX_LINES, Plot, controls, finite, formatOf, styleOf, swatch } from "./plot.js";
 
-const TONES = [
-  "--running",
-  "--failed",
-  "--succeeded",
-  "--pending",
-  "--c5",
-  "--cancelled",
-  "--c6",
-  "--ink",
-];
-const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3], [4, 4], [10, 4], [1, 3], [6, 2, 2, 2]];
-const AXES = ["step", "time", "tokens"];
+const HEIGHT = 340;
+const COLUMN_PX = 100; // of a column that differs, about: more of them than fit are folded
+const FIXED_PX = 640; // all other columns together
+const styles = new Map(); // by name: a line keeps its colour when others are removed
+
+const labelOf = (axis) => Object.fromEntries(AXES)[axis].toLowerCase();
+
+const styleOfName = (name) => {
+  if (!styles.has(name)) styles.set(name, styles.size % MAX_LINES);
+  return styleOf(styles.get(name));
+};
 
 export function showCompare(main, go) {
   document.title = "Compare · atoll";
   const params = new URLSearchParams(location.search),
-    names = params.getAll("t").slice(0, 8);
+    names = [...new Set(params.getAll("t"))],
+    hidden = new Set(params.getAll("hide"));
   const ended = new AbortController();
-  let axis = AXES.includes(params.get("x")) ? params.get("x") : "step",
-    metric = params.get("s") || "loss",
-    plot = null,
-    runs = [];
-  let hasSame = false;
-  const fold = h("span", { class: "push" });
+  let metric = params.get("s") || "loss",
+    settings = {
+      x: AXES.some(([key]) => key === params.get("x")) ? params.get("x") : "step",
+      smoothing: Math.max(0, Math.min(0.98, Number(params.get("smooth")) || 0)),
+      isLog: params.get("log") === "1",
+    },
+    zoom = null,
+    sort = params.get("sort") || "",
+    hasAll = false,
+    answer = null;
   const add = h("input", {
     type: "text",
     "aria-label": "Name of a training to add",
@@ -34,25 +39,31 @@ export function showCompare(main, go) {
     list: "known",
   });
   const known = h("datalist", { id: "known" });
-  const table = h("div", {
-      class: "scroll",
-      tabindex: 0,
-      role: "region",
-      "aria-label": "Differences",
-    }),
-    holder = h("div", { class: "holder", role: "img" }),
-    legend = h("ul", { class: "legend" }),
-    note = h("p", { class: "small dim", role: "status" });
+  const table = h("div", { class: "scroll runs", tabindex: 0, role: "region" }),
+    holder = h("div", { class: "holder", role: "img", "aria-label": "Chart" }),
+    note = h("p", { class: "small dim", role: "status" }),
+    same = h("details", { class: "twin", hidden: true }),
+    fold = h("span", { class: "push row" }),
+    tools = h("span", { class: "push row tools" });
+  table.setAttribute("aria-label", "Settings and metrics");
   const pick = h("select", {
     class: "mini",
     "aria-label": "Metric",
-    onchange: () => change({ s: pick.value }),
+    onchange: () => change({ metric: pick.value }),
   });
-  const axes = h(
-    "select",
-    { class: "mini", "aria-label": "Horizontal axis", onchange: () => change({ x: axes.value }) },
-    AXES.map((each) => h("option", { value: each }, each)),
-  );
+  const plot = new Plot(holder, {
+    height: HEIGHT,
+    format: (value) => formatOf(metric)(value),
+    isWall: false,
+    onZoom: (span) => {
+      zoom = span;
+      drawLines();
+    },
+    onWhole: () => {
+      zoom = null;
+      drawLines();
+    },
+  });
   put(
     main,
     h("h1", {}, "Compare"),
@@ -62,7 +73,7 @@ export function showCompare(main, go) {
         class: "row",
         onsubmit: (event) => {
           event.preventDefault();
-          if (add.value) go(`/compare${query({ t: [...names, add.value], s: metric, x: axis })}`);
+          if (add.value) go(address([...names, add.value]));
         },
       },
       add,
@@ -71,23 +82,39 @@ export function showCompare(main, go) {
     ),
     h(
       "section",
-      { class: "panel", "aria-labelledby": "h-diff" },
-      h("header", {}, h("h2", { id: "h-diff" }, "What differs"), fold),
-      h("div", { class: "body" }, table),
+      { class: "panel", "aria-labelledby": "h-metric" },
+      h("header", {}, h("h2", { id: "h-metric" }, "Metric"), pick, tools),
+      h("div", { class: "body" }, holder, note),
     ),
     h(
       "section",
-      { class: "panel", "aria-labelledby": "h-metric" },
-      h("header", {}, h("h2", { id: "h-metric" }, "Metric"), pick, axes),
-      h("div", { class: "body" }, holder, legend, note),
+      { class: "panel", "aria-labelledby": "h-runs" },
+      h("header", {}, h("h2", { id: "h-runs" }, "Trainings"), fold),
+      h("div", { class: "body" }, table, same),
     ),
   );
 
+  function address(trainings = names) {
+    return `/compare${query({
+      t: trainings,
+      s: metric === "loss" ? "" : metric,
+      x: settings.x === "step" ? "" : settings.x,
+      smooth: settings.smoothing || "",
+      log: settings.isLog ? "1" : "",
+      sort,
+      hide: [...hidden].filter((name) => trainings.includes(name)),
+    })}`;
+  }
+
   function change(values) {
-    if (values.s) metric = values.s;
-    if (values.x) axis = values.x;
-    history.replaceState({}, "", `/compare${query({ t: names, s: metric, x: axis })}`);
-    load();
+    const isRead = values.metric || values.x;
+    if (values.metric) metric = values.metric;
+    if (values.sort !== undefined) sort = values.sort;
+    if (isRead) zoom = null;
+    settings = { ...settings, ...values };
+    history.replaceState({}, "", address());
+    if (isRead) load();
+    else draw();
   }
 
   async function load() {
@@ -97,26 +124,9 @@ export function showCompare(main, go) {
         known,
         rows.items.map((row) => h("option", { value: row.name })),
       );
-      runs = await Promise.all(
-        names.map(async (name) => {
-          try {
-            const page = await get(`/ui/page/${encodeURIComponent(name)}`, ended.signal);
-            const path = `/v1/trainings/${encodeURIComponent(name)}/metrics`;
-            let answer = await get(`${path}${query({ name: metric, rank: 0 })}`, ended.signal);
-            if (!answer.items.length)
-              answer = await get(`${path}${query({ name: metric })}`, ended.signal);
-            const line = answer.items[0];
-            const tokens =
-              axis === "tokens" && line
-                ? (await get(`${path}${query({ name: "tokens", rank: line.rank })}`, ended.signal))
-                    .items[0]
-                : null;
-            return { name, page, line, tokens, names: page.metrics.map((each) => each.name) };
-          } catch (error) {
-            if (error.status !== 404) throw error;
-            return { name, page: null };
-          }
-        }),
+      answer = await get(
+        `/ui/compare${query({ t: names, name: metric, x: settings.x })}`,
+        ended.signal,
       );
       draw();
     } catch (error) {
@@ -125,239 +135,251 @@ export function showCompare(main, go) {
   }
 
   function draw() {
-    const all = [...new Set(runs.flatMap((run) => run.names || []))].sort();
-    axes.value = axis;
+    const all = [...new Set(answer.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
     put(
       pick,
-      (all.length ? all : [metric]).map((each) => h("option", { value: each }, each)),
+      (all.includes(metric) ? all : [metric, ...all]).map((each) =>
+        h("option", { value: each }, each),
+      ),
     );
     pick.value = metric;
-    const present = runs.filter((run) => run.page);
-    const flat = present.map((run) => flatten(run.page.spec));
-    const keys = [...new Set(flat.flatMap((each) => Object.keys(each)))]
-      .filter((key) => key !== "name" && new Set(flat.map((each) => each[key])).size > 1)
-      .sort();
-    const same = [...new Set(flat.flatMap((each) => Object.keys(each)))]
-      .filter((key) => key !== "name" && !keys.includes(key))
-      .sort();
+    if (tools.dataset.sign !== `${settings.x} ${settings.isLog}`) {
+      tools.dataset.sign = `${settings.x} ${settings.isLog}`;
+      put(tools, controls(settings, change));
+    }
+    drawTable();
+    drawLines();
+  }
+
+  // Settings and fields as columns: those that differ, and the values that all have in common.
+  function columns() {
+    const differing = [],
+      common = [];
+    for (const kind of ["settings", "fields"]) {
+      const keys = new Set(answer.runs.flatMap((run) => Object.keys(run[kind])));
+      for (const key of [...keys].sort()) {
+        const values = new Set(answer.runs.map((run) => run[kind][key]));
+        if (values.size > 1) differing.push([key, (run) => run[kind][key]]);
+        else common.push([key, [...values][0]]);
+      }
+    }
+    return { differing, common };
+  }
+
+  function drawTable() {
+    if (!answer.runs.length) {
+      put(
+        table,
+        h("p", { class: "dim" }, "Name trainings above, or select them in the list and press c."),
+      );
+      same.hidden = true;
+      put(fold);
+      return;
+    }
+    const { differing, common } = columns(),
+      room = Math.max(2, Math.floor((table.clientWidth - FIXED_PX) / COLUMN_PX)),
+      shown = hasAll ? differing : differing.slice(0, room);
     put(
       fold,
-      present.length > 1 && same.length
+      differing.length > room
         ? button(
-            hasSame ? "Only what differs" : `${same.length} fields that are the same`,
+            hasAll ? "Fewer columns" : `${differing.length - shown.length} more that differ`,
             () => {
-              hasSame = !hasSame;
-              draw();
+              hasAll = !hasAll;
+              drawTable();
             },
             { class: "mini" },
           )
         : null,
     );
-    const facts = [
-      ["phase", (run) => phaseBadge(run.page.row.phase)],
-      [
-        "ran",
-        (run) =>
-          run.page.row.startedAt === null
-            ? "–"
-            : duration((run.page.row.endedAt || run.page.now) - run.page.row.startedAt),
-      ],
-      [
-        "last",
-        (run) => (run.line?.mean.length ? number(run.line.mean[run.line.mean.length - 1]) : "–"),
-      ],
-      ["world", (run) => `${run.page.row.ready}/${run.page.row.target}`],
-      ["restarts", (run) => run.page.row.restarts],
-      ["since", (run) => clock(run.page.row.since, run.page.now)],
+    const format = formatOf(metric),
+      ran = ({ row }) =>
+        row.startedAt === null ? null : (row.endedAt || answer.now) - row.startedAt;
+    const heads = [
+      ["name", (run) => run.name],
+      ["phase", (run) => run.row.phase],
+      ["ran", ran],
+      [`${metric}, last`, (run) => finite(run.metrics[metric]?.last)],
+      [`${metric}, best`, (run) => finite(run.metrics[metric]?.best)],
+      ...shown,
     ];
+    const runs = sorted(answer.runs, heads, sort);
     put(
       table,
-      names.length
-        ? h(
-            "table",
-            {},
-            h("caption", { class: "hidden" }, "Facts and differences"),
-            h(
-              "thead",
-              {},
-              h(
-                "tr",
-                {},
-                h("th", { scope: "col" }, "Fact"),
-                present.map((run) =>
-                  h(
-                    "th",
-                    { scope: "col" },
-                    h(
-                      "a",
-                      { href: `/t/${encodeURIComponent(run.name)}`, "data-link": true },
-                      run.name,
-                    ),
-                  ),
-                ),
-              ),
-            ),
-            h(
-              "tbody",
-              {},
-              facts.map(([label, make]) =>
-                h(
-                  "tr",
-                  {},
-                  h("th", { scope: "row" }, label),
-                  present.map((run) => h("td", {}, make(run))),
-                ),
-              ),
-              keys.map((key) =>
-                h(
-                  "tr",
-                  {},
-                  h("th", { scope: "row" }, key),
-                  flat.map((each) => h("td", { class: "mono" }, each[key] ?? "–")),
-                ),
-              ),
-            ),
-            same.length
-              ? h(
-                  "tbody",
-                  { hidden: !hasSame },
-                  same.map((key) =>
-                    h(
-                      "tr",
-                      { class: "dim" },
-                      h("th", { scope: "row" }, key),
-                      flat.map((each) => h("td", { class: "mono" }, each[key] ?? "–")),
-                    ),
-                  ),
-                )
-              : null,
-          )
-        : h(
-            "p",
-            { class: "dim" },
-            "Name two to eight trainings, or select them in the list and press c.",
-          ),
-    );
-    if (present.length > 1 && !keys.length) note.textContent = "The specs do not differ.";
-    drawLines(present);
-  }
-
-  const others = (run) => names.filter((name) => name !== run.name);
-  const label = (run) => (run.page ? run.name : `${run.name} (no such training)`);
-
-  function drawLines(present) {
-    plot?.destroy();
-    plot = null;
-    const drawn = present.filter((run) => run.line?.at.length && (axis !== "tokens" || run.tokens)),
-      without = runs.filter((run) => !drawn.includes(run));
-    put(
-      legend,
-      drawn.map((run, at) =>
+      h(
+        "table",
+        { class: "compare" },
+        h("caption", { class: "hidden" }, "Trainings, what differs between them, and their metric"),
         h(
-          "li",
-          { class: `tone${at}` },
-          svg(
-            "svg",
-            { width: 26, height: 8, "aria-hidden": "true" },
-            svg("path", {
-              d: "M0 4H26",
-              stroke: "currentColor",
-              "stroke-width": 2,
-              "stroke-dasharray": DASHES[at].join(" "),
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            h("th", { class: "ck" }, h("span", { class: "hidden" }, "Drawn")),
+            heads.map(([label]) => {
+              const order =
+                sort === label ? "ascending" : sort === `-${label}` ? "descending" : null;
+              return h(
+                "th",
+                { scope: "col", title: label, "aria-sort": order },
+                button(label, () => change({ sort: order === "ascending" ? `-${label}` : label })),
+              );
             }),
+            h("th", { class: "ck" }, h("span", { class: "hidden" }, "Remove")),
           ),
-          run.name,
-          button(
-            "×",
-            () => go(`/compare${query({ t: others(run), s: metric, x: axis })}`, { replace: true }),
-            { class: "mini muted", "aria-label": `Remove ${run.name}` },
+        ),
+        h(
+          "tbody",
+          {},
+          runs.map((run) =>
+            h(
+              "tr",
+              {
+                onmouseenter: () => plot.focus(run.name),
+                onmouseleave: () => plot.focus(null),
+              },
+              h(
+                "td",
+                { class: "ck" },
+                h("input", {
+                  type: "checkbox",
+                  checked: !hidden.has(run.name),
+                  "aria-label": `Draw ${run.name}`,
+                  onchange: (event) => {
+                    if (event.target.checked) hidden.delete(run.name);
+                    else hidden.add(run.name);
+                    history.replaceState({}, "", address());
+                    drawLines();
+                  },
+                }),
+              ),
+              h(
+                "th",
+                { scope: "row", title: run.name },
+                swatch(styleOfName(run.name)),
+                h("a", { href: `/t/${encodeURIComponent(run.name)}`, "data-link": true }, run.name),
+              ),
+              h("td", {}, phaseBadge(run.row.phase)),
+              h("td", { class: "num" }, ran(run) === null ? "–" : duration(ran(run))),
+              ["last", "best"].map((each) => h("td", { class: "num" }, value(run, each, format))),
+              shown.map(([, of]) =>
+                h("td", { class: "mono", title: of(run) ?? "not set" }, of(run) ?? "–"),
+              ),
+              h(
+                "td",
+                { class: "ck" },
+                button(
+                  "×",
+                  () => go(address(names.filter((name) => name !== run.name)), { replace: true }),
+                  { class: "mini muted", "aria-label": `Remove ${run.name}` },
+                ),
+              ),
+            ),
           ),
         ),
       ),
     );
-    note.textContent = without.length
-      ? `No ${metric}${axis === "tokens" ? " with tokens" : ""}: ${without.map(label).join(", ")}`
-      : "";
-    holder.setAttribute("aria-label", `${metric} of ${drawn.map((run) => run.name).join(", ")}`);
-    if (!drawn.length) return;
-    const tables = drawn.map((run) => {
-      const xs =
-          axis === "step"
-            ? run.line.step
-            : axis === "tokens"
-              ? tokensAt(run)
-              : run.line.at.map((at) => at - run.line.at[0]),
-        pairs = new Map();
-      xs.forEach((x, at) => {
-        if (x !== null && typeof run.line.mean[at] === "number") pairs.set(x, run.line.mean[at]);
-      });
-      const sorted = [...pairs].sort((a, b) => a[0] - b[0]);
-      return [sorted.map((each) => each[0]), sorted.map((each) => each[1])];
-    });
-    const style = getComputedStyle(document.documentElement),
-      ink = style.getPropertyValue("--ink-3").trim(),
-      grid = style.getPropertyValue("--line").trim();
-    const axisStyle = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid } };
-    const lines = drawn.map((run, at) => ({
-      label: run.name,
-      stroke: style.getPropertyValue(TONES[at]).trim() || ink,
-      width: 1.6,
-      dash: DASHES[at],
-      spanGaps: true,
-      points: { show: false },
-    }));
-    plot = new uPlot(
-      {
-        width: holder.clientWidth || 800,
-        height: 320,
-        scales: { x: { time: false } },
-        legend: { show: false },
-        series: [{}, ...lines],
-        axes: [axisStyle, { ...axisStyle, size: 56 }],
-      },
-      uPlot.join(tables),
-      holder,
+    same.hidden = !common.length || answer.runs.length < 2;
+    put(
+      same,
+      h("summary", { class: "small" }, `${common.length} that are the same`),
+      h(
+        "dl",
+        { class: "same" },
+        common.map(([key, text]) => [h("dt", {}, key), h("dd", { class: "mono" }, text)]),
+      ),
     );
   }
 
-  const onResize = new ResizeObserver(() =>
-    plot?.setSize({ width: holder.clientWidth, height: 320 }),
-  );
+  const value = (run, each, format) => {
+    const found = run.metrics[metric]?.[each];
+    return typeof found === "string" ? found : format(found);
+  };
+
+  function drawLines() {
+    const wanted = answer.runs.filter((run) => !hidden.has(run.name)),
+      present = wanted.filter((run) => run.line?.at.length),
+      drawn = present.slice(0, MAX_LINES),
+      without = wanted.filter((run) => !run.line?.at.length).map((run) => run.name);
+    const inZoom = (at) => !zoom || (at >= zoom[0] && at <= zoom[1]);
+    plot.draw(
+      drawn.map((run) => {
+        const kept = run.line.at.map((_, at) => at).filter((at) => inZoom(run.line.at[at]));
+        return {
+          label: run.name,
+          x: kept.map((at) => run.line.at[at]),
+          y: kept.map((at) => finite(run.line.mean[at])),
+          ...styleOfName(run.name),
+        };
+      }),
+      settings,
+    );
+    holder.setAttribute("aria-label", `${metric} of ${drawn.map((run) => run.name).join(", ")}`);
+    const lacks = settings.x === "time" ? metric : `${metric} over ${labelOf(settings.x)}`;
+    put(
+      note,
+      zoom
+        ? button("Whole", () => plot.options.onWhole(), { class: "mini" })
+        : present.length
+          ? "Drag to zoom. "
+          : "",
+      [
+        without.length ? `No ${lacks}: ${list(without)}. ` : "",
+        present.length > drawn.length
+          ? `Not drawn: ${list(present.slice(MAX_LINES).map((run) => run.name))}. ` +
+            `A chart has at most ${MAX_LINES} lines: uncheck others. `
+          : "",
+        answer.missing.length ? `No such training: ${list(answer.missing)}. ` : "",
+        answer.leftOut.length
+          ? `Left out, as a page compares at most 200: ${list(answer.leftOut)}. `
+          : "",
+        plot.hasHidden ? "Values of zero and below are not drawn. " : "",
+      ].join(""),
+    );
+  }
+
+  const onResize = new ResizeObserver(() => plot.fit());
   onResize.observe(holder);
   return {
     ready: load(),
     changed: (changed) => {
       if (changed === null || changed.some((name) => names.includes(name))) load();
     },
-    themed: () => drawLines(runs.filter((run) => run.page)),
+    themed: () => answer && drawLines(),
     close() {
       ended.abort();
       onResize.disconnect();
-      plot?.destroy();
+      plot.destroy();
+    },
+    key(event) {
+      if (event.key === "0" && answer) plot.options.onWhole();
+      else if (event.key === "Escape") go("/");
     },
   };
 }
 
-// How many tokens had been seen at each point. Counts that only grow are totals already; others
-// are the tokens of one report, and are added up.
-function tokensAt(run) {
-  const { at, mean, count } = run.tokens,
-    numbers = mean.map((each) => (typeof each === "number" ? each : 0));
-  const isTotal =
-    numbers.length > 1 && numbers.every((each, index) => !index || each > numbers[index - 1]);
-  let sum = 0,
-    last = -1;
-  const totals = isTotal ? numbers : numbers.map((each, index) => (sum += each * count[index]));
-  return run.line.at.map((time) => {
-    while (last + 1 < at.length && at[last + 1] <= time + 1e-6) last += 1;
-    return last < 0 ? null : totals[last];
-  });
-}
+const list = (names) =>
+  names.length > 6
+    ? `${names.slice(0, 5).join(", ")} and ${number(names.length - 5)} more`
+    : names.join(", ");
 
-function flatten(value, prefix = "", out = {}) {
-  if (value !== null && typeof value === "object" && !Array.isArray(value)) {
-    for (const [key, each] of Object.entries(value))
-      flatten(each, prefix ? `${prefix}.${key}` : key, out);
-  } else out[prefix] = Array.isArray(value) ? value.join(" ") : String(value);
-  return out;
+// Numbers by value, texts by name, empty ones last.
+function sorted(runs, heads, sort) {
+  const of = heads.find(([label]) => label === sort.replace(/^-/, ""))?.[1];
+  if (!of) return runs;
+  const sign = sort.startsWith("-") ? -1 : 1,
+    keyOf = (run) => {
+      const value = of(run);
+      return value === "" || Number.isNaN(Number(value ?? NaN)) ? (value ?? null) : Number(value);
+    };
+  return [...runs].sort((a, b) => {
+    const [left, right] = [keyOf(a), keyOf(b)];
+    if (left === null || right === null) return Number(left === null) - Number(right === null);
+    const order =
+      typeof left === "number" && typeof right === "number"
+        ? left - right
+        : String(left).localeCompare(String(right));
+    return sign * order;
+  });
 }

@@ -367,7 +367,7 @@ export function showList(main, go) {
       h("span", {}, h("b", {}, names.length), " selected"),
       button("Compare", () => go(`/compare${query({ t: names })}`), {
         class: "primary",
-        disabled: names.length < 2 || names.length > 8,
+        disabled: names.length < 2,
       }),
       button("Cancel…", () => act("cancel", names), {}),
       button("Delete…", () => act("delete", names), { class: "danger" }),

@@ -60,7 +60,12 @@ export function showTraining(main, name, rank, go) {
   ranks.header.append(spanBar);
   put(ranks.body, worldBox, laneBox);
   const rounds = new Rounds(roundPanel, path, ended.signal);
-  const charts = new Charts(chartPanel, path, ended.signal);
+  const charts = new Charts(chartPanel, path, ended.signal, {
+    address: () => Object.fromEntries(params),
+    choose: updateAddress,
+    onSpan: ([from, to]) => chooseSpan({ from: from.toFixed(1), to: to.toFixed(1) }),
+    onWhole: () => chooseSpan({ w: "all" }),
+  });
   const logs = new Logs(logPanel.body, path, ended.signal, null);
   const sections = h(
     "div",
