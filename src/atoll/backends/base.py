@@ -31,7 +31,7 @@ from atoll.core.checks import check_bounds, is_text
 from atoll.core.errors import Temporary, ValidationError, missing_package
 from atoll.core.executors import PlaneContext
 from atoll.core.model import SpecModel
-from atoll.core.ports import NO_STALL_RESTART, Limit, check_supported, refuse
+from atoll.core.ports import NO_STALL_RESTART, Limit, check_supported, no_way_into, refuse
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.core.stores import store_uri
@@ -93,6 +93,7 @@ def separate_jobs(jobs: str) -> tuple[Limit, ...]:
             when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
         ),
         NO_STALL_RESTART,
+        *no_way_into(jobs),
     )
 
 

@@ -527,6 +527,7 @@ def observed_rank(
         is_stopping=judged.state in ("running", "waiting") and is_unwanted(desired, rank, number),
         pod_name=f"{name}-{rank}",
         host=one.host or (job.host if job else None) or host,
+        pid=(one.start or {}).get("pid"),
         message=judged.message,
     )
 

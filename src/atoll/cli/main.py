@@ -50,6 +50,8 @@ COMMANDS = {
     "metrics": "metrics",
     "rounds": "metrics",
     "events": "trainings",
+    "exec": "rank_access",
+    "kill": "rank_access",
     "scale": "trainings",
     "wait": "trainings",
     "cancel": "trainings",

@@ -161,7 +161,7 @@ def print_note(text: str) -> None:
 
 
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
-RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "MESSAGE")
+RANKS = ("RANK", "PHASE", "HOST", "PID", "RESTARTS", "RAN", "MESSAGE")
 EXITS = ("RANK", "EXIT", "REASON", "RESTARTS", "COLLATERAL")
 ATTEMPTS = ("RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END")
 EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
@@ -247,7 +247,15 @@ def status_text(training: Training) -> str:
 
 def ranks_table(training: Training, now: float) -> str:
     rows = [
-        (str(r.rank), r.phase, r.node or "-", str(r.restarts), alive_for(r, now), r.message)
+        (
+            str(r.rank),
+            r.phase,
+            r.node or "-",
+            str(r.pid) if r.pid and r.is_alive else "-",
+            str(r.restarts),
+            alive_for(r, now),
+            r.message,
+        )
         for r in training.status.ranks
     ]
     return table(RANKS, rows)

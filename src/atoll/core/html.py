@@ -119,12 +119,13 @@ def ranks_html(ranks: Sequence[RankStatus]) -> str:
             str(r.rank),
             f'<span style="color:{colours.get(r.phase, "inherit")}">{text(r.phase.lower())}</span>',
             text(r.node or "–"),
+            str(r.pid) if r.pid and r.is_alive else "–",
             str(r.restarts),
             text(r.message[:200]),
         )
         for r in sorted(order[:MAX_RANKS], key=lambda r: r.rank)
     ]
-    header = ("rank", "state", "host", "restarts", "message")
+    header = ("rank", "state", "host", "pid", "restarts", "message")
     return table(header, rows) + _more(len(ranks), MAX_RANKS)
 
 

@@ -14,6 +14,7 @@ from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.metrics import RankUsage
 from atoll.core.model import Model
+from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     AttemptStatus,
@@ -22,6 +23,7 @@ from atoll.core.status import (
     Followup,
     LogLine,
     Observation,
+    RankStatus,
     Status,
     Training,
 )
@@ -59,6 +61,15 @@ def ignore(field: str, reason: Reason, *, when: Test = always) -> Limit:
 NO_STALL_RESTART = refuse(
     "stall_restart", "expected none: this executor cannot restart stalled ranks"
 )
+
+
+def no_way_into(ranks: str) -> tuple[Limit, ...]:
+    """The rows of a backend whose ranks the control plane cannot enter; `core/rank_access.py`
+    reads them."""
+    return tuple(refuse(action, f"it has no way into {ranks}") for action in ACTIONS)
+
+
+ACTIONS = ("exec", "kill")
 
 
 def optional_fields(spec: TrainingSpec) -> dict[str, object]:
@@ -159,7 +170,7 @@ class Executor:
     options: Any = None
     options_type: ClassVar[type[Any] | None] = None
     # What of a spec the backend does not support; read by `core/ports.py`.
-    SUPPORTS: ClassVar[Sequence[Limit]] = (NO_STALL_RESTART,)
+    SUPPORTS: ClassVar[Sequence[Limit]] = (NO_STALL_RESTART, *no_way_into("its ranks"))
     # Whether other processes follow its trainings, too: launches from scripts. `release` then
     # leaves what they read, and `purge` removes it.
     is_shared: bool = False
@@ -252,6 +263,21 @@ class Executor:
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What ranks on this machine use of it, by the uid of their training."""
         return {}
+
+    # A way into a rank that runs, for actions that `SUPPORTS` does not refuse
+
+    async def exec_target(self, training: Training, rank: RankStatus) -> ExecTarget:
+        """Where the caller can enter the rank by themselves."""
+        return ExecTarget(rank=rank.rank, host=rank.node, pid=rank.pid)
+
+    async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
+        """Runs a command in the environment and directory of the rank, until one of them ends.
+        Raises Conflict if the rank has ended."""
+        raise NotImplementedError
+
+    async def kill(self, training: Training, rank: RankStatus, number: int) -> None:
+        """Sends a signal to the process of the rank. Raises Conflict if it has ended."""
+        raise NotImplementedError
 
     # Specs
 

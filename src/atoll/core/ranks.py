@@ -91,6 +91,7 @@ def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -
     after = replace(
         after,
         attempt=observed_rank.attempt,
+        pid=observed_rank.pid,
         restarts=observed_rank.restarts,
         started_at=None if observed_rank.started_at is None else in_ms(observed_rank.started_at),
         metered_s=after.metered_s

@@ -30,6 +30,7 @@ from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import ConditionType, Phase
 from atoll.core.ports import optional_fields
+from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget, KillRequest, KillResult
 from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundItem, RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec, check_spec_size
@@ -50,6 +51,7 @@ from atoll.sdk.effects import (
     Pack,
     Pause,
     Send,
+    check_reply,
     decode_answer,
     new_retry,
     send,
@@ -359,6 +361,24 @@ def ui_code() -> Flow[UiCode]:
 
 def end_sessions() -> Flow[EndedSessions]:
     return decode_answer((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
+
+
+def exec_target(ref: TrainingRef, rank: int) -> Flow[ExecTarget]:
+    effect = Send("GET", f"{ref.path}/exec", {"rank": rank, "uid": ref.uid})
+    return decode_answer((yield from send(effect)), ExecTarget)
+
+
+def exec(ref: TrainingRef, request: ExecRequest) -> Flow[ExecResult]:
+    """Sent once: a command must not run twice because an answer was lost."""
+    limit_s = request.timeout_s + READ_S
+    effect = Send("POST", f"{ref.path}/exec", {"uid": ref.uid}, encode(request), timeout=limit_s)
+    return decode_answer(check_reply((yield effect)), ExecResult)
+
+
+def kill(ref: TrainingRef, request: KillRequest) -> Flow[KillResult]:
+    """Sent once, as `exec` is."""
+    effect = Send("POST", f"{ref.path}/kill", {"uid": ref.uid}, encode(request))
+    return decode_answer(check_reply((yield effect)), KillResult)
 
 
 def stats(ref: TrainingRef) -> Flow[TrainingStats]:

@@ -18,6 +18,7 @@ from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ValidationError
 from atoll.core.metrics import MetricSeriesList
+from atoll.core.rank_access import EXEC_TIMEOUT_S, ExecRequest, ExecResult, KillRequest, KillResult
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
 from atoll.core.status import (
@@ -409,6 +410,41 @@ class DistributedTraining:
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
         return await self._arun(self._attempts(rank))
 
+    def exec(
+        self,
+        command: Sequence[str],
+        rank: int = 0,
+        *,
+        stdin: str | bytes = b"",
+        timeout: float = EXEC_TIMEOUT_S,
+    ) -> ExecResult:
+        """Run a command in the environment and directory of a rank, and wait for its end.
+
+        Raises Conflict if the rank does not run, and on executors that cannot enter their ranks.
+        """
+        return self._run(flows.exec(self._ref, _exec_request(command, rank, stdin, timeout)))
+
+    async def exec_async(
+        self,
+        command: Sequence[str],
+        rank: int = 0,
+        *,
+        stdin: str | bytes = b"",
+        timeout: float = EXEC_TIMEOUT_S,
+    ) -> ExecResult:
+        request = _exec_request(command, rank, stdin, timeout)
+        return await self._arun(flows.exec(self._ref, request))
+
+    def kill(self, rank: int, signal: str = "SIGKILL") -> KillResult:
+        """Send a signal, by name or number, to the process of a rank.
+
+        Raises Conflict if the rank does not run, and on executors that cannot reach their ranks.
+        """
+        return self._run(flows.kill(self._ref, KillRequest(rank=rank, signal=str(signal))))
+
+    async def kill_async(self, rank: int, signal: str = "SIGKILL") -> KillResult:
+        return await self._arun(flows.kill(self._ref, KillRequest(rank=rank, signal=str(signal))))
+
     def stats(self) -> TrainingStats:
         """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
         GPU-seconds used so far, which stand still once the ranks have stopped."""
@@ -552,6 +588,15 @@ class DistributedTraining:
         if search is not None:
             filters |= {"search": search, "ignoreCase": ignore_case or None}
         return LogPosition(self._ref, None if rank is None else [rank], tail, follow, filters)
+
+
+def _exec_request(
+    command: Sequence[str], rank: int, stdin: str | bytes, timeout: float
+) -> ExecRequest:
+    if isinstance(command, str):
+        raise ValidationError("command", command, 'expected a list, such as ["nvidia-smi", "-L"]')
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    return ExecRequest(command=list(command), rank=rank, stdin=data, timeout_s=timeout)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

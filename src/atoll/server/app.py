@@ -28,6 +28,13 @@ from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.problem import Problem
+from atoll.core.rank_access import (
+    ExecRequest,
+    ExecResult,
+    ExecTarget,
+    KillRequest,
+    KillResult,
+)
 from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec
@@ -36,7 +43,7 @@ from atoll.metrics.store import MetricStore
 from atoll.server.background import CONTROLLER, BackgroundTasks, TaskFailure, Work
 from atoll.server.basilica import deployments
 from atoll.server.gauges import Gauges
-from atoll.server.handlers import logs, metrics, trainings
+from atoll.server.handlers import logs, metrics, rank_access, trainings
 from atoll.server.handlers.admission import Setup
 from atoll.server.handlers.trainings import EVENT_ID_PATTERN
 from atoll.server.http.auth import Gate, authenticate, token_of
@@ -118,6 +125,9 @@ _COMMON_PROBLEMS = (
 _NAME_PROBLEMS = _COMMON_PROBLEMS | _MISSING
 _EXPIRED = {410: _problem("The version `after` has expired: read again, then watch.")}
 _TOO_LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
+_REACH_PROBLEMS = _NAME_PROBLEMS | {
+    409: _problem("The rank does not run, or its executor has no way into ranks."),
+}
 _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
@@ -313,6 +323,32 @@ NATIVE = (
         "and GPU-seconds it has used.",
         {200: AnswerDoc("The counters.", TrainingStats), **_NAME_PROBLEMS},
         query=trainings.UidQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/exec",
+        rank_access.exec_target,
+        "Read where you can enter a rank that runs: its host and process, or its pod.",
+        {200: AnswerDoc("The process or the pod.", ExecTarget), **_REACH_PROBLEMS},
+        query=rank_access.TargetQuery,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/exec",
+        rank_access.exec,
+        "Run a command in the environment and directory of a rank, and answer when it has ended.",
+        {200: AnswerDoc("How it ended.", ExecResult), **_REACH_PROBLEMS, **_TOO_LARGE},
+        query=trainings.UidQuery,
+        body=ExecRequest,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/kill",
+        rank_access.kill,
+        "Send a signal to the process of a rank.",
+        {200: AnswerDoc("The process.", KillResult), **_REACH_PROBLEMS, **_TOO_LARGE},
+        query=trainings.UidQuery,
+        body=KillRequest,
     ),
     Operation(
         "GET",

@@ -43,8 +43,17 @@ from atoll.core.config import options_of
 from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.ports import Executor, Key
+from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training, sooner
+from atoll.core.status import (
+    DesiredState,
+    Followup,
+    LogLine,
+    Observation,
+    RankStatus,
+    Training,
+    sooner,
+)
 
 Json = dict[str, Any]
 
@@ -238,6 +247,18 @@ class KubernetesBackend(Executor):
         await self._writer.perform(training, followup)
         await self._companions.perform(
             training, self._object_key(training)[0], followup, self._clock()
+        )
+
+    async def exec_target(self, training: Training, rank: RankStatus) -> ExecTarget:
+        namespace, _ = self._object_key(training)
+        kubectl = ["-n", namespace, rank.pod_name, "-c", CONTAINER]
+        return ExecTarget(rank=rank.rank, host=rank.node, pid=None, kubectl=kubectl)
+
+    async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
+        target = await self.exec_target(training, rank)
+        raise Conflict(
+            "this control plane has no right to enter pods: use 'atoll exec', which runs "
+            f"kubectl with your own rights, or kubectl exec {' '.join(target.kubectl)} -- …"
         )
 
     async def measure(self, training: Training) -> None:

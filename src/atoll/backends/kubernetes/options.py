@@ -55,6 +55,7 @@ SUPPORTS = (
         when=lambda spec, options: spec.bench.placement == "strict",
     ),
     NO_STALL_RESTART,
+    refuse("kill", "use 'atoll exec' or kubectl: it has no right to enter pods"),
     ignore(
         "min_gpu_memory_gb",
         "gpu_count is 0",

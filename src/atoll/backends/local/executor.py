@@ -24,7 +24,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import METRICS
-from atoll.agent.records import Facts
+from atoll.agent.records import AttemptFacts, Facts
 from atoll.backends.launch import (
     ETCD_BACKEND,
     NO_BACKEND,
@@ -63,19 +63,28 @@ from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import IdleTracker, UseMeter
 from atoll.backends.local.processes import boot_id
 from atoll.backends.local.protocol import DESIRED_FILE, result_file, waiting_message
+from atoll.backends.local.rank_access import open_process, run_beside
 from atoll.backends.local.rendezvous import find_etcd, read_rendezvous
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.records import desired_of
 from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.checks import check_int
 from atoll.core.config import options_of
-from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
+from atoll.core.errors import (
+    AtollError,
+    BackendError,
+    Conflict,
+    Permanent,
+    Temporary,
+    ValidationError,
+)
 from atoll.core.executors import PlaneContext
 from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.metrics import RankUsage
 from atoll.core.model import SpecModel
 from atoll.core.plan import check_again_s
 from atoll.core.ports import Executor, Key, Store, ignore, refuse
+from atoll.core.rank_access import ExecRequest, ExecResult
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     DesiredState,
@@ -84,6 +93,7 @@ from atoll.core.status import (
     MeshStatus,
     Observation,
     ObservedBench,
+    RankStatus,
     Training,
     sooner,
 )
@@ -446,6 +456,24 @@ class LocalBackend(Executor):
             return
         if processes.start_ticks(one.pid) == one.start_ticks:
             processes.kill_group(one.pid, signal.SIGKILL)
+
+    async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
+        one = self._current(training, rank)
+        return await run_beside(
+            one.pid, one.start_ticks, request.command, request.stdin, request.timeout_s
+        )
+
+    async def kill(self, training: Training, rank: RankStatus, number: int) -> None:
+        one = self._current(training, rank)
+        with open_process(one.pid, one.start_ticks) as pidfd:
+            signal.pidfd_send_signal(pidfd, number)
+
+    def _current(self, training: Training, rank: RankStatus) -> AttemptFacts:
+        """The attempt of a rank that runs. Raises Conflict if none does."""
+        one = self._supervisor(training).facts.current(rank.rank)
+        if one is None or not one.is_running:
+            raise Conflict(f"rank {rank.rank} of {training.name!r} does not run")
+        return one
 
     async def measure(self, training: Training) -> None:
         key = training.key

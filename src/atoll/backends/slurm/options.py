@@ -11,7 +11,7 @@ from atoll.backends.base import BackendOptions
 from atoll.backends.launch import ETCD_BACKEND
 from atoll.core.checks import check_bounds, check_choice, check_strings
 from atoll.core.errors import ValidationError
-from atoll.core.ports import NO_STALL_RESTART, ignore, refuse
+from atoll.core.ports import NO_STALL_RESTART, ignore, no_way_into, refuse
 from atoll.core.spec import TrainingSpec
 
 Container = Literal["pyxis", "apptainer"]
@@ -50,6 +50,7 @@ SUPPORTS = (
         when=lambda spec, options: len(spec.resources.gpu_models) > 1,
     ),
     NO_STALL_RESTART,
+    *no_way_into("jobs of Slurm: log in to the host, which 'atoll status' names"),
     ignore("bench", "links are not measured under Slurm"),
     ignore("gpu_models", "gpu_count is 0", when=lambda spec, options: not spec.resources.gpu_count),
 )

@@ -203,6 +203,7 @@ class RankLine(Model, frozen=True, omit_defaults=False):
     provider: str = ""
     region: str = ""
     unit: str = ""  # its pod, job or process
+    pid: int | None = None  # while it runs
 
 
 class CauseCard(Model, frozen=True, omit_defaults=False):
@@ -352,6 +353,7 @@ def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLi
         provider=rank.provider or "",
         region=rank.region or "",
         unit=rank.pod_name,
+        pid=rank.pid if rank.is_alive else None,
         previous="" if rank.previous_exit is None else describe_exit(rank.previous_exit)[:200],
         previous_at=None if rank.previous_exit is None else rank.previous_exit.at,
     )

@@ -100,6 +100,7 @@ export class RankPanel {
       ["Host", line.host || "–"],
       ["Location", [line.provider, line.region].filter(Boolean).join(", ")],
       ["Unit", line.unit],
+      ["Process", line.pid ?? ""],
       ["Started", line.startedAt === null ? "–" : clock(line.startedAt, page.now)],
       [
         "Ran",

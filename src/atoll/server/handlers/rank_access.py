@@ -1,0 +1,49 @@
+"""A way into a rank over HTTP: a command beside it, and signals to it."""
+
+from __future__ import annotations
+
+from atoll.core.ports import Executor
+from atoll.core.rank_access import (
+    ExecRequest,
+    KillRequest,
+    KillResult,
+    check_action,
+    running_rank,
+    signal_of,
+)
+from atoll.core.spec import RankNumber
+from atoll.core.status import RankStatus, Training
+from atoll.server.handlers.admission import executor_of
+from atoll.server.handlers.trainings import UidQuery, training_of
+from atoll.server.http.operations import Answer, ApiCall, json_answer
+
+
+class TargetQuery(UidQuery, frozen=True):
+    rank: RankNumber = 0
+
+
+async def exec_target(call: ApiCall) -> Answer:
+    training, rank, executor = await _target(call, "exec", call.query.rank)
+    return json_answer(await executor.exec_target(training, rank))
+
+
+async def exec(call: ApiCall) -> Answer:
+    request: ExecRequest = call.body
+    training, rank, executor = await _target(call, "exec", request.rank)
+    return json_answer(await executor.exec(training, rank, request))
+
+
+async def kill(call: ApiCall) -> Answer:
+    request: KillRequest = call.body
+    training, rank, executor = await _target(call, "kill", request.rank)
+    number = signal_of(request.signal)
+    await executor.kill(training, rank, number)
+    result = KillResult(rank=rank.rank, signal=number.name, host=rank.node, pid=rank.pid)
+    return json_answer(result)
+
+
+async def _target(call: ApiCall, action: str, number: int) -> tuple[Training, RankStatus, Executor]:
+    training = await training_of(call)
+    executor = executor_of(training, call.plane)
+    check_action(executor, training, action)
+    return training, running_rank(training, number), executor
