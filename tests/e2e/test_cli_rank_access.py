@@ -23,7 +23,7 @@ def reach(atoll: Shell) -> Iterator[Shell]:
     atoll("run", "-d", *words, "--", "sh", "-c", IDLE)
     atoll.json("wait", "reach", "--for", "target", "--timeout", "30")
     yield atoll
-    atoll("rm", "reach")
+    atoll("rm", "--force", "reach")
 
 
 def test_a_command_runs_as_its_rank_does(reach: Any) -> None:
