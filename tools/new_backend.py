@@ -45,8 +45,9 @@ class {cls}Options(StoreOptions, frozen=True):
     LABEL, PACKAGE, EXTRA = "{label}", "{package}", "{name}"
     OWN_VARIABLES = ("{upper}_",)
 
-    # Your own options, and in `__post_init__` (after `super().__post_init__()`) what is wrong of
-    # them: `raise ValidationError("field", self.field, "expected …")`.
+    # Your own options. What is wrong of one is said by its type, `Annotated[int, Meta(ge=1, le=9)]`
+    # or `Annotated[str, Pattern("[a-z]+", "expected …")]`; what is wrong of two together in
+    # `__post_init__`: `raise ValidationError("field", self.field, "expected …")`.
 ''',
     "src/atoll/backends/{name}/render.py": '''"""From a training, a rank and an attempt to the job that is asked for. Pure."""
 
@@ -74,7 +75,6 @@ def render_job(training: Training, key: AttemptKey, options: {cls}Options) -> di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from atoll.backends.base import StoreBackend
 from atoll.backends.{name}.options import {cls}Options
@@ -88,16 +88,11 @@ class {cls}Backend(StoreBackend):
 
     name = "{name}"
     options_type = {cls}Options
-    SUPPORTS = {cls}Options.SUPPORTS
-    unclaimed_hint = "does its image have Python and atoll[store], and does it reach the store?"
     options: {cls}Options
+    render = staticmethod(render_job)
 
     def check_machine(self) -> None:
         """Raise Permanent, with what to do, without credentials. Ask nobody."""
-
-    @classmethod
-    def render(cls, training: Training, key: AttemptKey, options: {cls}Options) -> dict[str, Any]:
-        return render_job(training, key, options)
 
     async def probe(self) -> None:
         """Raise BackendError or Denied if the service does not answer."""

@@ -16,9 +16,20 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from atoll.agent.entrypoint import OWN_MODULES, RANK, READERS, URI, WORLD, call, start, trainer_call
+from atoll.agent.entrypoint import (
+    OWN_MODULES,
+    RANK,
+    READERS,
+    URI,
+    WORLD,
+    call,
+    run_script,
+    start,
+    trainer_call,
+)
 from atoll.agent.result import hand_in
 
 ENTRYPOINT = "ENTRYPOINT"
@@ -108,11 +119,11 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
     if function:
         hand_in(call(find_function(module, function), args, env))
         return
-    message = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
-    sys.argv = [entry, *message]
+    flags = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
+    sys.argv = [entry, *flags]
     if entry.endswith(".py") or "/" in entry:
         sys.path[0] = os.path.dirname(os.path.abspath(entry))
-        runpy.run_path(entry, run_name="__main__")
+        run_script(Path(entry), flags)
     else:
         check_module(module)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

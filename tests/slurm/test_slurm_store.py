@@ -13,7 +13,7 @@ import pytest
 from atoll.agent.bucket import Bucket
 from atoll.agent.records import name_of
 from atoll.backends.base import RECORDS, WRAPPER
-from atoll.backends.recorded import RecordReader
+from atoll.backends.reader import RecordReader
 from atoll.backends.slurm.executor import SlurmBackend
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.core.status import Training

@@ -7,7 +7,6 @@ Either all hosts see one folder (`FolderBackend`), or they see nothing together 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -24,10 +23,10 @@ from atoll.agent.bucket import Bucket
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.wrapper import Folder
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankLayout
-from atoll.backends.recorded import Json, RecordedBackend
-from atoll.backends.records import AttemptKey, Timing
-from atoll.backends.results import RESULTS
-from atoll.core.checks import check_bounds, is_text
+from atoll.backends.reader import RESULTS
+from atoll.backends.recorded import RecordedBackend
+from atoll.backends.records import AttemptKey, Json, Timing
+from atoll.core.checks import ENV_PATTERN, Pattern, check_fields, is_text
 from atoll.core.errors import Temporary, ValidationError, missing_package
 from atoll.core.executors import PlaneContext
 from atoll.core.model import SpecModel
@@ -97,6 +96,10 @@ def separate_jobs(jobs: str) -> tuple[Limit, ...]:
     )
 
 
+Word = Annotated[str, Pattern(r"\S+", "expected one word")]
+EnvName = Annotated[str, Pattern(ENV_PATTERN, "expected the names of variables")]
+
+
 class BackendOptions(SpecModel, frozen=True):
     """The options of an executor: what a user may write in `atoll.toml` or give to its class."""
 
@@ -105,6 +108,9 @@ class BackendOptions(SpecModel, frozen=True):
     OWN_VARIABLES: ClassVar[tuple[str, ...]] = ()  # how names begin that the backend itself sets
     PACKAGE: ClassVar[str] = ""  # its client library, which `EXTRA` of atoll brings
     EXTRA: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def check_installed(cls, name: str) -> None:
@@ -128,7 +134,7 @@ class StoreOptions(BackendOptions, frozen=True):
 
     store: str | None = None  # records and logs of trainings that name no store of their own
     image: Any = None  # of trainings that name none
-    python: str = "python3"  # in the image; runs the wrapper, and a `source`
+    python: Word = "python3"  # in the image; runs the wrapper, and a `source`
     # Between two polls of the store, by ranks (are they to stop) and by this machine (do they run).
     # A heartbeat comes with every fifth. 2 s are about 0.6 requests a second and rank.
     poll_s: Annotated[float, Meta(ge=0.05, le=60)] = 2.0
@@ -137,9 +143,10 @@ class StoreOptions(BackendOptions, frozen=True):
     NEEDS_IMAGE: ClassVar[bool] = True  # the service has none of its own
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.store is not None:
             self.check_store("store", self.store)
+        self._check_image(self.image)
 
     def check_store(self, field: str, uri: object) -> None:
         """Raises ValidationError for what is no store that ranks and this machine reach."""
@@ -161,8 +168,16 @@ class StoreOptions(BackendOptions, frozen=True):
         if self.NEEDS_IMAGE and not (spec.image or self.image):
             expected = "expected an image, of the training or of the executor"
             raise ValidationError("image", spec.image, expected)
+        self._check_image(spec.image)
         self.store_of(spec)
         super().check(spec)
+
+    def _check_image(self, image: object) -> None:
+        is_object = type(image).__module__.partition(".")[0] == self.PACKAGE
+        is_name = is_text(image) and str(image).split() == [image]
+        if image is not None and not is_object and not is_name:
+            expected = "expected the name of an image in a registry"
+            raise ValidationError("image", image, expected)
 
     def _expected_store(self) -> str:
         schemes = " or ".join(", ".join(self.STORES).rsplit(", ", 1))
@@ -273,6 +288,7 @@ class StoreBackend(RecordedBackend):
     """
 
     has_network = False
+    unclaimed_hint = "does its image have Python and atoll[store], and does it reach the store?"
     options: StoreOptions
 
     def __init__(self, options: StoreOptions, *, clock: Callable[[], float] | None = None) -> None:
@@ -280,8 +296,8 @@ class StoreBackend(RecordedBackend):
         self.timing = timing_of(options.poll_s)
         self._buckets: dict[str, Bucket] = {}
 
-    @classmethod
-    def render(cls, training: Training, key: AttemptKey, options: Any) -> Json:
+    @staticmethod
+    def render(training: Training, key: AttemptKey, options: Any) -> Json:
         """What the backend is sent for one attempt of a rank. Pure."""
         raise NotImplementedError
 
@@ -374,35 +390,6 @@ def wrapper_command(training: Training, key: AttemptKey, options: StoreOptions) 
     """What a job runs where atoll is installed: it finds all it needs under the records' URI."""
     records = prefix_of(training, options, RECORDS)
     return [options.python, "-m", "atoll.agent.wrapper", records, *map(str, key)]
-
-
-async def run_command(
-    *arguments: str, env: Mapping[str, str], stdin: str | None = None
-) -> tuple[int, str, str]:
-    """The status of a command, what it printed, and its errors.
-
-    Raises FileNotFoundError if there is no such command, and Temporary if no process is to be had.
-    """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=env,
-        )
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise Temporary(f"{arguments[0]} cannot be started: {error.strerror}") from error
-    try:
-        out, trouble = await process.communicate(None if stdin is None else stdin.encode())
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    return process.returncode or 0, out.decode(errors="replace"), trouble.decode(errors="replace")
 
 
 def timing_of(poll_s: float) -> Timing:

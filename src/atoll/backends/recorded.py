@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, read_record, record_line
+from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, record_line
 from atoll.agent.records import (
     BY_EXECUTOR,
     CLAIM,
@@ -28,12 +25,10 @@ from atoll.agent.records import (
     DESIRED,
     EXIT,
     GATE,
-    HEARTBEAT,
     LAUNCH,
     MAX_RECORD_BYTES,
     RENDEZVOUS,
     RESULT,
-    START,
     Facts,
     RecordStore,
     claim_record,
@@ -41,15 +36,15 @@ from atoll.agent.records import (
     gate_record,
     name_of,
 )
-from atoll.agent.wrapper import Folder, code_root, read, write
+from atoll.agent.wrapper import Folder, code_root, write
 from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
+from atoll.backends.reader import RecordReader, read_result
 from atoll.backends.records import (
-    Ages,
     AttemptKey,
     DueAttempt,
     Fold,
-    FoldMemory,
     JobState,
+    Json,
     OpenStartGate,
     StopJobs,
     Timing,
@@ -58,7 +53,6 @@ from atoll.backends.records import (
     fold,
     has_open_cause,
 )
-from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
@@ -67,16 +61,11 @@ from atoll.core.ports import Executor, StopCause
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Followup, Observation, Training
 
-Json = dict[str, Any]
-
 TAIL_S = 5.0  # how long the executor looks for the last lines of a rank whose exit it writes
-# Requests under way at a time: enough to hide the latency of a bucket, few for its rate limits.
-READS_AT_ONCE = 16
 # Of a shared training: its spec, and why it was stopped, for the processes that follow it.
 TRAINING, CAUSE = "training", "cause"
 LAUNCH_PREFIX = "replicas-"  # of the name of a launch, before its uid
 RELIST_LOOKS = 5  # the backend is asked at least so often, whatever the records say
-_NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{HEARTBEAT})")
 # Where ranks meet, by the name of the variable: filled in by the wrapper from what rank 0 says.
 MEETING = {
     "MASTER_ADDR": "host",
@@ -84,138 +73,6 @@ MEETING = {
     "BASILICA_RDZV_ENDPOINT": "endpoint",
     "PET_RDZV_ENDPOINT": "endpoint",
 }
-
-
-class _Change(NamedTuple):
-    """What a reader saw of the records of an attempt, and since when."""
-
-    stamps: dict[str, int]
-    since: float
-    is_first: bool  # it has never seen another state of it
-
-
-class _Batch(NamedTuple):
-    """What one reading of a store found: values, which a thread may hand over."""
-
-    desired: Json | None
-    records: dict[str, Json]  # new ones, by name
-    stamps: dict[AttemptKey, dict[str, int]]
-
-
-class RecordReader:
-    """The facts of one training, read from its store again and again. Records are read once."""
-
-    def __init__(
-        self, record_store: RecordStore, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.record_store = record_store
-        self.facts = Facts()
-        self.memory: FoldMemory = {}
-        self._clock = clock
-        self._read: set[str] = set()
-        self._names: dict[str, tuple[AttemptKey, str]] = {}  # as parsed: there are thousands
-        self._changes: dict[AttemptKey, _Change] = {}
-
-    def fetch(self) -> _Batch:
-        """Read what is new. A thread may do that: it changes nothing here."""
-        desired = read(self.record_store, DESIRED)
-        if desired is None:
-            return _Batch(None, {}, {})
-        entries = self.record_store.entries()
-        stamps: dict[AttemptKey, dict[str, int]] = {}
-        new = [GATE] if GATE in entries and GATE not in self._read else []
-        for name, stamp in entries.items():
-            own = self._names.get(name)
-            if own is None:
-                match = _NAME.fullmatch(name)
-                if match is None:
-                    continue
-                own = self._names[name] = ((int(match[1]), int(match[2])), match[3])
-            key, kind = own
-            stamps.setdefault(key, {})[kind] = stamp
-            if kind != HEARTBEAT and name not in self._read:
-                new.append(name)
-        return _Batch(desired, self._fetch(new), stamps)
-
-    def take(self, batch: _Batch) -> None:
-        """Take in what was fetched. Without a desired state there are no facts: all are gone."""
-        if batch.desired is None:
-            self.facts, self.memory = Facts(), {}
-            self._read, self._changes = set(), {}
-            return
-        for name, record in batch.records.items():
-            self.facts.add(record)
-            self._read.add(name)
-        now = self._clock()
-        for key, own in batch.stamps.items():
-            last = self._changes.get(key)
-            if last is None or last.stamps != own:
-                self._changes[key] = _Change(own, now, is_first=last is None)
-        self.facts.add({**batch.desired, "t": DESIRED})
-
-    def refresh(self) -> Facts:
-        self.take(self.fetch())
-        return self.facts
-
-    def ages(self, ended_s: Mapping[AttemptKey, float]) -> Ages:
-        """Return how long nothing has changed, as of the last refresh."""
-        now, changes = self._clock(), self._changes
-        return Ages(
-            {key: now - change.since for key, change in changes.items()},
-            ended_s,
-            {
-                key: change.stamps[HEARTBEAT] / 1e9
-                for key, change in changes.items()
-                if change.is_first and HEARTBEAT in change.stamps
-            },
-        )
-
-    def heartbeat_age_s(self, rank: int, attempt: int) -> float:
-        change = self._changes.get((rank, attempt))
-        return 0.0 if change is None else self._clock() - change.since
-
-    def exit_of(self, key: AttemptKey) -> Json | None:
-        """Return the record of an end, as of the last refresh."""
-        one = self.facts.attempt(*key)
-        return None if one is None or one.exit is None else dict(one.exit)
-
-    def claims(self) -> set[AttemptKey]:
-        """Return the attempts that were claimed, as of the last refresh."""
-        attempts = (one for own in self.facts.ranks.values() for one in own.values())
-        return {(one.rank, one.attempt) for one in attempts if one.claim is not None}
-
-    def is_claimed(self, key: AttemptKey) -> bool:
-        """Return whether the attempt was claimed, as of the last refresh."""
-        one = self.facts.attempt(*key)
-        return one is not None and one.claim is not None
-
-    def _fetch(self, missing: Sequence[str]) -> dict[str, Json]:
-        if len(missing) > READS_AT_ONCE:
-            with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-                texts = list(pool.map(self.record_store.get, missing))
-        else:
-            texts = [self.record_store.get(name) for name in missing]
-        hit = {n: parse_record(n, data) for n, data in zip(missing, texts, strict=True)}
-        return {name: record for name, record in hit.items() if record is not None}
-
-
-def parse_record(name: str, data: bytes | None) -> Json | None:
-    """Return the record in a file of that name; None if it is not whole yet."""
-    if data is None:
-        return None
-    text, match = data.decode(errors="replace"), _NAME.fullmatch(name)
-    if match is not None and match[3] == EXIT:
-        record = read_record(text)
-    else:
-        try:
-            record = json.loads(text)
-        except ValueError:
-            return None
-    if not isinstance(record, dict):
-        return None
-    # The name is the key: who wrote the record cannot contradict it.
-    key = {} if match is None else {"rank": int(match[1]), "attempt": int(match[2])}
-    return {**record, "t": name if match is None else match[3], **key}
 
 
 class _Listing(NamedTuple):
@@ -239,6 +96,11 @@ class RecordedBackend(Executor):
     eviction_s = 30.0  # between the backend's own SIGTERM and its SIGKILL
     job_variable = ""  # where a wrapper finds the backend's name of its job
     unclaimed_hint = ""  # what to look at if a job ends before its wrapper claims the attempt
+    gang_type: Callable[[], Any] = dict  # what a process remembers of the jobs of a training
+
+    def __init_subclass__(cls) -> None:
+        if cls.options_type is not None:
+            cls.SUPPORTS = cls.options_type.SUPPORTS
 
     def __init__(self, options: Any = None, *, clock: Callable[[], float] | None = None) -> None:
         anchor = time.time() - time.monotonic()  # setting the wall clock changes no duration
@@ -248,6 +110,13 @@ class RecordedBackend(Executor):
         self._turns: dict[str, asyncio.Lock] = {}
         self._ended: dict[str, dict[AttemptKey, float]] = {}  # since when the backend says so
         self._listings: dict[str, _Listing] = {}
+        self._gangs: dict[str, Any] = {}
+
+    def gang(self, training: Training) -> Any:
+        """What this process knows of the jobs of the training, a `gang_type`."""
+        if training.uid not in self._gangs:
+            self._gangs[training.uid] = type(self).gang_type()
+        return self._gangs[training.uid]
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> Self:
@@ -444,15 +313,13 @@ class RecordedBackend(Executor):
         return StopCause() if data is None else StopCause(*decode(data, tuple[str, str]))
 
     async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
-        attempt = attempt_of(training, rank)
-        if attempt is None:
-            return None
-        store = self.result_store(training)
-        name = name_of(rank, attempt, RESULT)
-        reader = self._readers.get(training.uid)
-        named = reader is not None and is_named(reader.facts, rank, attempt)
-        what = f"the result of rank {rank}"
-        return await read_result(lambda: store.get(name), what, is_named=named)
+        store, reader = self.result_store(training), self._readers.get(training.uid)
+        return await read_result(
+            training,
+            rank,
+            None if reader is None else reader.facts,
+            lambda attempt: store.get(name_of(rank, attempt, RESULT)),
+        )
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, self.rank_layout(training))
@@ -469,6 +336,11 @@ class RecordedBackend(Executor):
 
     def where(self, training: Training) -> str:
         return self.record_store_of(training).uri
+
+    def claims(self, training: Training) -> set[AttemptKey]:
+        """The attempts that wrappers have claimed, as of the last observation."""
+        reader = self._readers.get(training.uid)
+        return set() if reader is None else reader.claims()
 
     def is_recorded(self, training: Training, key: AttemptKey) -> bool:
         """Whether the rank's own record says all of its end, so that nobody need be asked."""
@@ -676,7 +548,7 @@ class RecordedBackend(Executor):
             root = code_root(record_store, training.uid, training.spec.code.digest)
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
         await self.clear(training, with_logs=False)
-        for memory in (self._readers, self._turns, self._ended, self._listings):
+        for memory in (self._readers, self._turns, self._ended, self._listings, self._gangs):
             memory.pop(training.uid, None)
 
     @contextlib.asynccontextmanager

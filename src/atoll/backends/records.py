@@ -47,7 +47,7 @@ PAUSED = "paused by its backend"
 class JobState(NamedTuple):
     """What the backend says of one attempt. Ended: nothing of it runs, as far as it knows.
 
-    `reason` is one of RankEnd where the backend names a cause: Preempted, OOMKilled, HostLost,
+    `reason` is an ExitReason where the backend names a cause: Preempted, OOMKilled, HostLost,
     TimeLimit, Deleted. `message` is the backend's own text.
     """
 
@@ -62,6 +62,21 @@ class JobState(NamedTuple):
     @property
     def is_active(self) -> bool:
         return self.state != "ended"
+
+    @property
+    def weight(self) -> tuple[bool, ...]:
+        """Of two jobs for one attempt the heavier counts: it may run, or says more. One that was
+        withdrawn says nothing once the attempt was asked for again."""
+        return self.is_active, self.state == "running", not self.is_withdrawn, bool(self.reason)
+
+
+def best_jobs(jobs: Iterable[tuple[AttemptKey, JobState]]) -> dict[AttemptKey, JobState]:
+    """One state for each attempt, of which there may be several jobs."""
+    best: dict[AttemptKey, JobState] = {}
+    for key, job in jobs:
+        if key not in best or job.weight > best[key].weight:
+            best[key] = job
+    return best
 
 
 class Timing(NamedTuple):
@@ -402,21 +417,6 @@ class RankMemory:
 
 # By rank: all that its ObservedRank was made of, and that.
 FoldMemory = dict[int, tuple[tuple[Any, ...], ObservedRank]]
-
-
-def observe(
-    training: Training,
-    facts: Facts,
-    states: Mapping[AttemptKey, JobState] | None,
-    *,
-    now: float,
-    timing: Timing,
-    ages: Ages = NO_AGES,
-    has_gate: bool = True,
-) -> Observation:
-    """Return what the controller goes by; `states` is None while the backend does not answer."""
-    view = fold(training, facts, states, now=now, timing=timing, ages=ages, has_gate=has_gate)
-    return view.observation
 
 
 def _case(

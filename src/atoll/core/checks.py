@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import msgspec
 
@@ -126,6 +126,61 @@ def check_bounds(struct: msgspec.Struct, prefix: str = "") -> None:
     the constructor does not."""
     for name, bounds in field_bounds(type(struct)).items():
         bounds.check(f"{prefix}{name}", getattr(struct, name))
+
+
+class Pattern(NamedTuple):
+    """What a text has to match, all of it: `Annotated[str, Pattern("[a-z]+", "expected …")]`."""
+
+    pattern: str
+    expected: str
+
+
+def check_fields(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Checks each field against its type, patterns included: the constructor does not."""
+    for field in msgspec.structs.fields(type(struct)):
+        _check_value(f"{prefix}{field.name}", getattr(struct, field.name), field.type)
+
+
+def _check_value(field: str, value: Any, kind: Any) -> None:
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return
+        others = [each for each in inner if each is not NoneType]
+        is_list = isinstance(value, list)
+        fit = [each for each in others if (get_origin(each) is list) == is_list]
+        _check_value(field, value, (fit or others)[0])
+    elif origin is Annotated:
+        for extra in inner[1:]:
+            if isinstance(extra, Pattern):
+                if not is_text(value) or not re.fullmatch(extra.pattern, value):
+                    raise ValidationError(field, value, extra.expected)
+        if bounds := bounds_of(kind):
+            bounds.check(field, value)
+    elif origin is Literal:
+        check_choice(field, value, kind)
+    elif origin is list:
+        if not isinstance(value, list | tuple):
+            raise ValidationError(field, value, "expected a list of strings")
+        for at, item in enumerate(value):
+            _check_value(f"{field}[{at}]", item, inner[0])
+    elif origin is dict:
+        if not isinstance(value, dict):
+            raise ValidationError(field, value, "expected names and values")
+        for key, item in value.items():
+            _check_value(field, key, inner[0])
+            _check_value(f"{field}.{key}", item, inner[1])
+    elif origin is str and not is_text(value):
+        raise ValidationError(field, value, TEXT)
+    elif origin is bool and not isinstance(value, bool):
+        raise ValidationError(field, value, "expected True or False")
+    elif isinstance(origin, type) and issubclass(origin, msgspec.Struct):
+        if not isinstance(value, origin):
+            names = ", ".join(each.name for each in msgspec.structs.fields(origin))
+            raise ValidationError(
+                field, value, f"expected the fields of {origin.__name__}: {names}"
+            )
+        check_fields(value, f"{field}.")
 
 
 def check_timeout(value: object) -> None:

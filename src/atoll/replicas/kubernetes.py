@@ -20,7 +20,7 @@ from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 if TYPE_CHECKING:
     from atoll.backends.kubernetes.client import Cluster
-    from atoll.replicas.jobs import ScriptJobs
+    from atoll.backends.kubernetes.executor import KubernetesBackend
 
 Json = dict[str, Any]
 
@@ -67,11 +67,14 @@ class KubernetesExecutor(ReplicaSurface):
         rendezvous_backend: ReplicaRendezvous = "none",
         **options: Any,
     ) -> None:
-        self._take_rendezvous(rendezvous_backend)
         check_installed(type(self).__name__)
         _check_known(options)
         self._take(
-            command=command, backoff_limit=backoff_limit, allow_pickle=allow_pickle, code=code
+            command=command,
+            backoff_limit=backoff_limit,
+            allow_pickle=allow_pickle,
+            code=code,
+            rendezvous_backend=rendezvous_backend,
         )
         if service_account_name is not None:
             check_name("service_account_name", service_account_name)
@@ -110,12 +113,13 @@ class KubernetesExecutor(ReplicaSurface):
         self.core_api = core_api
         self._check_way()
 
-    def _make_backend(self) -> ScriptJobs:
-        from atoll.replicas.jobs import ScriptJobs
+    def _make_backend(self) -> KubernetesBackend:
+        from atoll.backends.kubernetes.executor import KubernetesBackend
 
         cluster = self._connect()
         self.namespace = self._namespace = self._options.namespace or cluster.namespace
-        return ScriptJobs(cluster=cluster, **self._arguments | {"namespace": self._namespace})
+        settings = self._arguments | {"namespace": self._namespace}
+        return KubernetesBackend(cluster=cluster, **settings)
 
     def _job_name(self, training: Training) -> str:
         from atoll.backends.kubernetes.render import gang_name
@@ -142,8 +146,8 @@ class KubernetesExecutor(ReplicaSurface):
     ) -> list[Json]:
         """What such a launch would create, the Job last. Sends nothing to the cluster."""
         from atoll.backends.kubernetes.code import render_parts
+        from atoll.backends.kubernetes.launches import as_launch
         from atoll.backends.kubernetes.render import render_job, render_service, render_world
-        from atoll.replicas.jobs import as_launch
 
         training = self._new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         desired = DesiredState(version=1, size=n_replicas)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,29 +28,21 @@ import atoll
 from atoll.backends.local import processes
 from atoll.backends.local.adoption import (
     delete,
-    is_marked_deleted,
     mark_deleted,
     read_record,
-    write_record,
 )
 from atoll.backends.local.executor import LocalBackend
-from atoll.backends.local.protocol import DESIRED_FILE
 from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
 from atoll.core.errors import AtollError, NotFound, Permanent, ValidationError
-from atoll.core.ports import Executor, StopCause
-from atoll.core.status import DesiredState, Training
-from atoll.files.ownership import check_directory, make_private, private
-from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
+from atoll.core.ports import Executor
+from atoll.core.status import Training
+from atoll.files.ownership import check_directory, make_private
 from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 CLEAR_S = 20.0  # ranks that ignore SIGTERM are killed after 5 s; many take longer
 PREFIX = "atoll-replicas-"
-_ENTRY = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from atoll.agent.entrypoint import main; sys.exit(main(['function', *sys.argv[1:]]))"
-)
 _REAPER = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from atoll.replicas.local import reap; reap(sys.argv[2])"
@@ -76,6 +68,7 @@ class LocalProcessExecutor(ReplicaSurface):
     backend_name = "local"
     supports_inter_replica_network = True
     _has_shared_folder = True
+    _python = sys.executable
 
     def __init__(
         self,
@@ -85,20 +78,18 @@ class LocalProcessExecutor(ReplicaSurface):
         allow_pickle: bool = False,
         rendezvous_backend: ReplicaRendezvous = "none",
     ) -> None:
-        self._take_rendezvous(rendezvous_backend)
-        for field, value in (("detach", detach), ("allow_pickle", allow_pickle)):
-            if not isinstance(value, bool):
-                raise ValidationError(field, value, "expected True or False")
+        self._take(allow_pickle=allow_pickle, rendezvous_backend=rendezvous_backend)
+        if not isinstance(detach, bool):
+            raise ValidationError("detach", detach, "expected True or False")
         if state_dir is not None and not is_text(os.fspath(state_dir)):
             raise ValidationError("state_dir", state_dir, "expected a path")
         self.detach = detach
         self._ends_with_script = not detach
-        self._allow_pickle = allow_pickle
         self.state_dir = Path(default_state_dir() if state_dir is None else state_dir).absolute()
         self._attached: dict[Path, ScriptPlane] = {}
 
     def _make_backend(self) -> Executor:
-        return ScriptProcesses(self._gangs_root)
+        return LocalBackend(self._gangs_root)
 
     def _plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
         """A launch is in the directory that its handle names, else in the one of detached ones."""
@@ -108,11 +99,11 @@ class LocalProcessExecutor(ReplicaSurface):
         if directory not in self._attached:
             self._pid  # noqa: B018  whose it is
             atexit.register(self._end_with_script)
-            self._attached[directory] = ScriptPlane(lambda: ScriptProcesses(directory))
+            self._attached[directory] = ScriptPlane(lambda: LocalBackend(directory))
         return self._attached[directory]
 
     def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
-        root = executor.root if isinstance(executor, ScriptProcesses) else self._gangs_root
+        root = executor.root if isinstance(executor, LocalBackend) else self._gangs_root
         return {**super()._metadata(training, executor), "directory": str(root)}
 
     def _note_launch(self, training: Training) -> None:
@@ -149,103 +140,12 @@ class LocalProcessExecutor(ReplicaSurface):
         self._reaper = start_reaper(root)
         return root
 
-    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
-        source = str(Path(atoll.__file__).parents[1])
-        match entry:
-            case FunctionCall(payload):
-                payload_path = self._gangs_root / uid / "function.pkl"
-                make_private(payload_path.parent)
-                with open(payload_path, "wb", opener=private) as file:
-                    file.write(payload)
-                command = [sys.executable, "-c", _ENTRY, source, str(payload_path)]
-            case Module(name, argv):
-                command = [sys.executable, "-m", name, *argv]
-            case Script(path, argv):
-                command = [sys.executable, str(path), *argv]
-            case _:
-                return super()._entry_fields(entry, uid)
-        return {"command": command, "working_dir": os.getcwd()}
-
     def close(self) -> None:
         super().close()
         if "_reaper" in self.__dict__ and self._reaper.returncode is None and self._is_own():
             shutil.rmtree(self._root, ignore_errors=True)
             self._reaper.kill()
             self._reaper.wait()
-
-
-class ScriptProcesses(LocalBackend):
-    """The gangs of one directory, which several processes may follow."""
-
-    is_shared = True
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.root = root
-
-    async def apply(self, training: Training, desired: DesiredState) -> None:
-        async with self._alone(training):
-            await super().apply(training, desired)
-
-    async def release(self, training: Training) -> None:
-        """The gang is over: write how it ended to its record. Its files stay readable."""
-        directory = self.root / training.uid
-        if (directory / DESIRED_FILE).exists():
-            async with self._alone(training):
-                write_record(directory, training)
-
-    async def purge(self, training: Training) -> None:
-        """A script that ends can start no thread to delete files in."""
-        directory = self.root / training.uid
-        mark_deleted(directory)
-        await super().release(training)
-        delete(directory)
-
-    async def find(self, job_name: str, uid: str | None) -> Training | None:
-        for directory in self._candidates(uid):
-            with contextlib.suppress(Permanent):
-                record = None if is_marked_deleted(directory) else read_record(directory)
-                if record is not None and record.name == job_name:
-                    return record if self._is_followable(directory, record) else None
-        return None
-
-    async def stop_cause(self, training: Training) -> StopCause:
-        with contextlib.suppress(Permanent):
-            if record := read_record(self.root / training.uid):
-                return StopCause(record.status.failing, record.status.failing_message)
-        return StopCause()
-
-    def _candidates(self, uid: str | None) -> Iterator[Path]:
-        if uid is not None:
-            if "/" not in uid and uid not in (".", ".."):
-                yield self.root / uid
-            return
-        with contextlib.suppress(OSError):
-            yield from sorted(self.root.iterdir())
-
-    def _is_followable(self, directory: Path, record: Training) -> bool:
-        return record.status.phase.is_terminal or (directory / DESIRED_FILE).exists()
-
-    @contextlib.asynccontextmanager
-    async def _alone(self, training: Training) -> AsyncIterator[None]:
-        """No other process writes to the gang's directory meanwhile."""
-        directory = self.root / training.uid
-        make_private(directory)
-        lock = os.open(directory / "turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while not _try_lock(lock):  # noqa: ASYNC110  other processes set no event
-                await asyncio.sleep(0.02)
-            yield
-        finally:
-            os.close(lock)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def default_state_dir() -> Path:

@@ -113,7 +113,7 @@ class ModalSpawnExecutor:
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Ends the replica. Already ended or unknown is success."""
-        from atoll.backends.modal.functions import cancel
+        from atoll.backends.modal.client import cancel
 
         cancel(self._call_of(handle))
 
@@ -142,7 +142,7 @@ class ModalSpawnExecutor:
 
     def close(self) -> None:
         """Cancels everything that was launched here."""
-        from atoll.backends.modal.functions import cancel
+        from atoll.backends.modal.client import cancel
 
         for id, call in list(self._calls.items()):
             cancel(call)
@@ -172,7 +172,7 @@ class ModalSpawnExecutor:
         return args
 
     def _call_of(self, handle: ReplicaHandle) -> Any:
-        from atoll.backends.modal.functions import find_call
+        from atoll.backends.modal.client import find_call
 
         metadata = read_handle(handle, self.backend_name).metadata
         id = metadata.get("call_id")
@@ -181,7 +181,7 @@ class ModalSpawnExecutor:
         return self._calls.get(id) or find_call(id)
 
     def _report(self, handle: ReplicaHandle) -> dict[str, Any]:
-        from atoll.backends.modal.functions import cancel, inspect_call
+        from atoll.backends.modal.client import cancel, inspect_call
 
         call, metadata = self._call_of(handle), handle.metadata
         call_state = inspect_call(call)

@@ -25,7 +25,6 @@ from atoll.core.status import (
     DesiredState,
     Exit,
     Followup,
-    LogLine,
     Observation,
     ObservedRank,
     Status,
@@ -97,7 +96,6 @@ class ScriptPlane:
         self._gangs: dict[Key, Gang] = {}
         self._news = asyncio.Event()
         self._death: Permanent | None = None
-        self._shared: SharedExecutor | None = None
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="atoll-replicas", daemon=True)
@@ -133,7 +131,7 @@ class ScriptPlane:
             self.call(self._launch(gang))
         except BaseException as error:
             with contextlib.suppress(AtollError):  # the controller keeps trying
-                if self._shared is not None and not self._shared.has_applied(training):
+                if not self._shared.has_applied(training):
                     self.call(self._forget(gang))
                 self.call(self._delete(gang, is_away=isinstance(error, Temporary)))
             raise
@@ -228,15 +226,11 @@ class ScriptPlane:
 
     async def _open(self, make: Callable[[], Executor]) -> Executor:
         executor = make()
-        followed = executor
-        if executor.is_shared:
-            self._shared = SharedExecutor(
-                executor, self.store, self._note_deleted, self._note_observed
-            )
-            followed = self._shared
+        executor.is_shared = True
+        self._shared = SharedExecutor(executor, self.store, self._note_deleted, self._note_observed)
         informer = Informer(self.store)
         controller = Controller(
-            self.store, {executor.name: followed}, informer=informer, on_pass=self._note_pass
+            self.store, {executor.name: self._shared}, informer=informer, on_pass=self._note_pass
         )
         self._running = asyncio.create_task(self._follow_with(controller, informer))
         self._running.add_done_callback(self._note_death)
@@ -287,8 +281,6 @@ class ScriptPlane:
             raise Permanent(status.failing_message)
 
     async def _adopt(self, job_name: str, uid: str | None) -> Gang | None:
-        if self._shared is None:
-            return None
         training = await self.executor.find(job_name, uid)
         if training is None:
             return None
@@ -346,8 +338,7 @@ class ScriptPlane:
             await self.store.update_spec(replace(training, deletion_requested_at=time.time()))
             await self.wait([gang], lambda: gang.is_removed, deadline)
         if not gang.is_removed:
-            executor = self.executor
-            await (executor.purge if executor.is_shared else executor.release)(gang.training)
+            await self.executor.purge(gang.training)
 
     async def _close(self) -> None:
         own = [gang for gang in self._gangs.values() if gang.is_own]
@@ -418,19 +409,6 @@ class SharedExecutor(Executor):
 
     def changes(self) -> AsyncIterator[Key]:
         return self._backend.changes()
-
-    async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
-        return await self._backend.result(training, rank)
-
-    def logs(
-        self,
-        training: Training,
-        *,
-        ranks: Sequence[int] | None = None,
-        tail: int | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
 
     async def _follow_others(self, training: Training, accepted: DesiredState) -> None:
         """Adopt the desired state of another process. Raises Conflict: the next pass has it."""

@@ -28,7 +28,6 @@ class RecordedReplicas(ReplicaSurface):
         backend: Any = load(self.backend_name)
         backend = backend.from_options(self._options, state_dir())
         backend.check_machine()
-        backend.is_shared = True
         return backend  # type: ignore[no-any-return]
 
     def _launch_name(self, uid: str) -> str:

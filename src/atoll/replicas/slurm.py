@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.backends.local.state import state_dir
-from atoll.backends.slurm.executor import check_installed
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.core.config import options_of
-from atoll.core.spec import TrainingSpec
-from atoll.replicas.entrypoints import Entry, Script
 from atoll.replicas.recorded import RecordedReplicas
 from atoll.replicas.surface import ReplicaRendezvous
 
@@ -46,28 +43,26 @@ class SlurmExecutor(RecordedReplicas):
         rendezvous_backend: ReplicaRendezvous = "none",
         **options: Any,
     ) -> None:
-        self._take_rendezvous(rendezvous_backend)
-        self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
+        self._take(
+            command=command,
+            max_restarts=max_restarts,
+            allow_pickle=allow_pickle,
+            code=code,
+            rendezvous_backend=rendezvous_backend,
+        )
         self._options = options_of(SlurmOptions, options)
-        self.image, self.command, self.max_restarts = image, self._command, max_restarts
+        self.image = self._image = image
+        self.command, self.max_restarts = self._command, max_restarts
         self.folder = Path(
             os.path.expanduser(self._options.folder or state_dir() / "slurm")
         ).absolute()
         self._address = {"directory": str(self.folder)}
 
-    def _check_launch(self, spec: TrainingSpec) -> None:
-        super()._check_launch(spec)
-        check_installed()
+    @property
+    def _runs_in_place(self) -> bool:
+        return super()._runs_in_place and self._options.container is None
 
-    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
-        runs = super()._entry_fields(entry, uid) | {"image": self.image}
-        if self._options.container is not None or self._sends_code:
-            return runs
-        if isinstance(entry, Script):  # it runs where it is
-            del runs["source"]
-            runs |= {"command": [self._python(), str(entry.path)], "args": entry.argv}
-        return runs | {"working_dir": os.getcwd()}
-
+    @property
     def _python(self) -> str:
         if self._options.container is not None:
             return "python3"

@@ -101,7 +101,6 @@ class ReplicaSurface:
 
     backend_name: str = ""
     supports_inter_replica_network: bool = False
-    _takes_only_variables: bool = False  # arguments reach replicas in their environment alone
     _sends_code: bool = False  # the working directory travels to the replicas
     _has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
     _rendezvous_backend: ReplicaRendezvous = "none"
@@ -112,62 +111,70 @@ class ReplicaSurface:
     _launch_noun = "launch"  # what the backend calls one
     _options: Any = None  # of the backend, which check a spec before there is one
     _command: list[str] | None = None  # of the image, in place of code that is sent along
+    _image: str | None = None  # where it is of the spec, and not an option of the backend
     _restarts = 0  # of each replica
     # Options that a process must share to follow a launch, as the metadata of handles has them.
     _address: Mapping[str, Any] = {}
     _argument_of: Mapping[str, str] = {}  # the names of arguments that differ from those
 
     def _take(
-        self, *, command: Sequence[str] | None, allow_pickle: bool, code: bool, **restarts: int
+        self,
+        *,
+        command: Sequence[str] | None = None,
+        allow_pickle: bool = False,
+        code: bool = False,
+        rendezvous_backend: ReplicaRendezvous = "none",
+        **restarts: int,
     ) -> None:
-        """The arguments that executors elsewhere have in common; `restarts` by its own name.
+        """The arguments that executors have in common; `restarts` by its own name.
 
-        Raises ValidationError.
+        A rendezvous is for a backend whose replicas can reach each other. Raises ValidationError.
         """
-        ((name, self._restarts),) = restarts.items()
-        check_as(name, self._restarts, RESTARTS)
+        for name, self._restarts in restarts.items():
+            check_as(name, self._restarts, RESTARTS)
         for field, value in (("allow_pickle", allow_pickle), ("code", code)):
             if not isinstance(value, bool):
                 raise ValidationError(field, value, "expected True or False")
         if command is not None:
             check_strings("command", command)
+        check_choice("rendezvous_backend", rendezvous_backend, ReplicaRendezvous)
         self._command = None if command is None else list(command)
-        self._takes_only_variables = command is not None
         self._allow_pickle = allow_pickle
         self._sends_code = code and command is None
-
-    def _take_rendezvous(self, backend: ReplicaRendezvous) -> None:
-        """For a backend whose replicas can reach each other. Raises ValidationError."""
-        check_choice("rendezvous_backend", backend, ReplicaRendezvous)
-        self._rendezvous_backend = backend
-        if backend != "none":
+        self._rendezvous_backend = rendezvous_backend
+        if rendezvous_backend != "none":
             self.supports_inter_replica_network = True
 
     def _make_backend(self) -> Executor:
         """Called once, in the thread that will use it."""
         raise NotImplementedError
 
-    def _read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
-        """What runs, with its arguments. Raises ValidationError for what cannot."""
-        return read_entry(entrypoint, args) if self._command is None else read_in_image(entrypoint)
-
+    @property
     def _python(self) -> str:
         """What replicas call it."""
         return str(getattr(self._options, "python", None) or "python")
 
-    def _entry_fields(self, entry: Entry, uid: str) -> dict[str, Any]:
-        """The fields of the spec that say what a rank runs. By default they hold the code."""
+    @property
+    def _runs_in_place(self) -> bool:
+        """Whether replicas run in the working directory of the launcher, which they see."""
+        return self._has_shared_folder and not self._sends_code
+
+    def _entry_fields(self, entry: Entry) -> dict[str, Any]:
+        """The fields of the spec that say what a rank runs, and where."""
+        here = {"working_dir": os.getcwd()} if self._runs_in_place else {}
         match entry:
             case FunctionCall(payload):
                 source = Source(kind="function", content=payload, filename="function.pkl")
-                return {"source": source}
+                return here | {"source": source}
             case Module(name, argv):
-                return {"command": [self._python(), "-m", name, *argv]}
+                return here | {"command": [self._python, "-m", name, *argv]}
+            case Script(path, argv) if self._runs_in_place:
+                return here | {"command": [self._python, str(path)], "args": argv}
             case Script(path, argv):
                 source = Source(kind="script", content=path.read_bytes(), filename=path.name)
                 return {"source": source, "args": argv}
             case InImage():
-                return {"command": self._command}
+                return here | {"command": self._command}
 
     def _launch_name(self, uid: str) -> str:
         """The name of a new launch, a DNS label."""
@@ -216,10 +223,13 @@ class ReplicaSurface:
         """The training that a launch is. Raises ValidationError for what cannot be launched."""
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
-        is_called = is_function(entrypoint) and not self._takes_only_variables
+        is_called = is_function(entrypoint) and self._command is None
         own = {} if entrypoint_args is None else entrypoint_args
         args = read_arguments(own, n_replicas=n_replicas, is_function=is_called)
-        entry = self._read_entry(entrypoint, args.values)
+        if self._command is None:
+            entry = read_entry(entrypoint, args.values)
+        else:
+            entry = read_in_image(entrypoint)
         folder = os.getcwd() if self._has_shared_folder else None
         uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
         name = entry.name if isinstance(entry, InImage) else entrypoint_name(entrypoint)
@@ -240,7 +250,8 @@ class ReplicaSurface:
             },
             code=self._code_of(entry),
             max_restarts=self._restarts,
-            **self._entry_fields(entry, uid),
+            image=self._image,
+            **self._entry_fields(entry),
         )
         self._check_launch(spec)
         return Training(namespace=self._namespace, uid=uid, spec=spec, created_at=time.time())

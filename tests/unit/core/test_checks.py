@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -11,9 +11,9 @@ from msgspec import Meta
 from atoll.backends.kubernetes import options as kubernetes
 from atoll.cli.options import FloatField, IntField
 from atoll.cli.run import SPEC_OPTIONS
-from atoll.core.checks import Bounds, bounds_of, check_as, field_bounds
+from atoll.core.checks import Bounds, Pattern, bounds_of, check_as, check_fields, field_bounds
 from atoll.core.errors import ValidationError
-from atoll.core.model import decode
+from atoll.core.model import Model, decode
 from atoll.core.problem import ON_WIRE, option_bounds, rename_fields
 from atoll.core.spec import BenchSpec, RankCount, Resources, TrainingSpec, WorldSize
 from atoll.operator.crd import spec_schema
@@ -169,3 +169,42 @@ def test_bounds_of_annotations() -> None:
     for value in (None, True, 1.5, "1", float("nan")):
         with pytest.raises(ValidationError, match="n: .* expected a whole number from 1 to 10000"):
             check_as("n", value, RankCount)
+
+
+class Inner(Model, frozen=True):
+    mode: Literal["a", "b"] = "a"
+
+
+class Options(Model, frozen=True):
+    name: Annotated[str, Pattern("[a-z]+", "expected letters")] | None = None
+    many: Annotated[str, Pattern("[a-z]+", "expected letters")] | list[str] = "x"
+    size: Annotated[int, Meta(ge=1, le=9)] = 1
+    words: dict[Annotated[str, Pattern("[A-Z]+", "expected capitals")], str] = {}
+    inner: dict[str, Inner] = {}
+    is_on: bool = False
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "expected"),
+    [
+        ({"name": "a b"}, "name", "expected letters"),
+        ({"name": 7}, "name", "expected letters"),
+        ({"name": "a\n"}, "name", "expected letters"),
+        ({"many": "A"}, "many", "expected letters"),
+        ({"many": ["a", 7]}, "many[1]", "expected text"),
+        ({"size": 10}, "size", "from 1 to 9"),
+        ({"words": {"a": "x"}}, "words", "expected capitals"),
+        ({"words": {"A": 1}}, "words.A", "expected text"),
+        ({"words": []}, "words", "expected names and values"),
+        ({"inner": {"x": 1}}, "inner.x", "expected the fields of Inner: mode"),
+        ({"inner": {"x": Inner(mode="c")}}, "inner.x.mode", "expected 'a' or 'b'"),  # type: ignore[arg-type]
+        ({"is_on": 1}, "is_on", "expected True or False"),
+    ],
+)
+def test_each_field_is_checked_against_its_type(
+    fields: dict[str, Any], field: str, expected: str
+) -> None:
+    check_fields(Options())
+    with pytest.raises(ValidationError, match=expected) as refused:
+        check_fields(Options(**fields))
+    assert refused.value.field == field

@@ -49,7 +49,7 @@ BACKENDS: dict[str, tuple[Any, Render]] = {
     "kubernetes": (KubernetesOptions(image="i", agent_image="a"), kubernetes),
     "slurm": (SlurmOptions(), slurm),
     "slurm with containers": (SlurmOptions(container="pyxis"), slurm),
-    "modal": (ModalOptions(store="s3://b/p"), lambda s, o: render_sandbox(of(s), 0, 0, o)),
+    "modal": (ModalOptions(store="s3://b/p"), lambda s, o: render_sandbox(of(s), (0, 0), o)),
     "sagemaker": (
         SageMakerOptions(role=ROLE, store="s3://bucket/p", image="i"),
         lambda s, o: sagemaker_job(of(s), (0, 0), o),

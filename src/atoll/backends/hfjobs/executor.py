@@ -15,7 +15,7 @@ from atoll.backends.base import UID, StoreBackend, key_of
 from atoll.backends.hfjobs.client import Jobs, check_credentials
 from atoll.backends.hfjobs.options import HFJobsOptions
 from atoll.backends.hfjobs.render import render_job
-from atoll.backends.records import AttemptKey, JobState
+from atoll.backends.records import AttemptKey, JobState, best_jobs
 from atoll.core.errors import BackendError
 from atoll.core.phase import ExitReason
 from atoll.core.status import Training
@@ -36,23 +36,17 @@ class HFJobsBackend(StoreBackend):
 
     name = "hfjobs"
     options_type = HFJobsOptions
-    SUPPORTS = HFJobsOptions.SUPPORTS
     job_variable = "JOB_ID"
-    unclaimed_hint = "does its image have Python and atoll[store], and does it reach the store?"
     options: HFJobsOptions
+    render = staticmethod(render_job)
 
     def __init__(self, options: HFJobsOptions, *, clock: Callable[[], float] | None = None) -> None:
         super().__init__(options, clock=clock)
         self.jobs = Jobs(options.namespace, options.requests)
-        self._ids: dict[str, dict[AttemptKey, list[str]]] = {}  # by training
         self._printed: dict[str, str] = {}  # the last lines of jobs that ran nothing of ours
 
     def check_machine(self) -> None:
         check_credentials()
-
-    @classmethod
-    def render(cls, training: Training, key: AttemptKey, options: HFJobsOptions) -> dict[str, Any]:
-        return render_job(training, key, options)
 
     async def probe(self) -> None:
         await self.jobs.find({UID: "none"})
@@ -62,32 +56,23 @@ class HFJobsBackend(StoreBackend):
         await asyncio.gather(*map(self.jobs.start, requests))
 
     async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
-        ids: dict[AttemptKey, list[str]] = {}
-        jobs: dict[AttemptKey, JobState] = {}
-        for job in await self.jobs.find({UID: training.uid}):
-            key = key_of(job.labels)
-            if key is None:
-                continue
+        ids: dict[AttemptKey, list[str]] = self.gang(training)
+        ids.clear()
+        listed = await self.jobs.find({UID: training.uid})
+        own = [(key, job) for job in listed if (key := key_of(job.labels)) is not None]
+        for key, job in own:
             ids.setdefault(key, []).append(job.id)
-            state = read_job(job)
-            # Of two jobs for one attempt, the one that may still run, or that says more.
-            if key not in jobs or _weight(state) > _weight(jobs[key]):
-                jobs[key] = state
-        self._ids[training.uid] = ids
-        reader = self._readers.get(training.uid)
+        jobs = best_jobs((key, read_job(job)) for key, job in own)
+        claims = self.claims(training)
         for key, state in jobs.items():
-            if not state.is_active and not (reader is not None and reader.is_claimed(key)):
+            if not state.is_active and key not in claims:
                 printed = await self._last_words(ids[key][-1])
                 jobs[key] = state._replace(message=f"{state.message}{printed}")
         return jobs
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
-        ids = self._ids.get(training.uid, {})
+        ids = self.gang(training)
         await asyncio.gather(*(self.jobs.cancel(id) for key in attempts for id in ids.get(key, ())))
-
-    async def clear(self, training: Training, *, with_logs: bool) -> None:
-        self._ids.pop(training.uid, None)
-        await super().clear(training, with_logs=with_logs)
 
     async def _last_words(self, job_id: str) -> str:
         """What a job printed that never reached the store, asked once."""
@@ -115,7 +100,3 @@ def read_job(job: Any) -> JobState:
         return JobState("ended", ExitReason.DELETED.value, message)
     cause = next((cause.value for word, cause in CAUSES.items() if word in text.lower()), "")
     return JobState("ended", cause if stage == "ERROR" else "", message)
-
-
-def _weight(job: JobState) -> tuple[bool, bool, bool]:
-    return job.is_active, job.state == "running", bool(job.reason)

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.backends.base import StoreOptions, separate_jobs
-from atoll.backends.hfjobs.flavors import check_flavor, flavor_for
-from atoll.core.checks import check_strings, is_env_name
+from atoll.backends.base import EnvName, StoreOptions, separate_jobs
+from atoll.backends.hfjobs.flavors import CPUS, FLAVORS, flavor_for
 from atoll.core.errors import ValidationError
 from atoll.core.ports import ignore, refuse
 from atoll.core.spec import TrainingSpec
@@ -18,6 +17,13 @@ SUPPORTS = (
     *separate_jobs("jobs of Hugging Face"),
     refuse("provider_filter", "expected none: Hugging Face chooses the place"),
     ignore("topology_spread", "Hugging Face places the jobs"),
+    refuse(
+        "gpu_count",
+        "expected gpu_models too, or the executor option flavor with a GPU",
+        when=lambda spec, options: (
+            not spec.resources.gpu_models and (options.flavor or CPUS[0]) in CPUS
+        ),
+    ),
     *(
         ignore(field, lambda spec, options: f"ranks have what {options.flavor_of(spec)} has")
         for field in ("cpu", "memory", "min_gpu_memory_gb")
@@ -34,21 +40,19 @@ class HFJobsOptions(StoreOptions, frozen=True):
 
     namespace: str | None = None  # a user or an organisation; unset: whose token it is
     flavor: str | None = None  # the hardware of trainings that ask for no GPU, such as cpu-upgrade
-    env: dict[str, str] = {}  # of the jobs
-    secrets: list[str] = []  # variables of this machine that jobs get as secrets, by their names
+    env: dict[EnvName, str] = {}  # of the jobs
+    secrets: list[
+        EnvName
+    ] = []  # variables of this machine that jobs get as secrets, by their names
     # After which Hugging Face ends a job; by default it does after half an hour.
     max_runtime_s: Annotated[int, Meta(ge=60, le=MAX_S)] = 7 * 86_400
     requests: Annotated[int, Meta(ge=1, le=100)] = 8  # at once: few for the Hub's rate limit
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.flavor is not None:
-            check_flavor("flavor", self.flavor)
-        check_strings("secrets", self.secrets)
-        for field, names in (("secrets", self.secrets), ("env", self.env)):
-            for name in names:
-                if not is_env_name(name):
-                    raise ValidationError(field, name, "expected the names of variables")
+        if self.flavor is not None and self.flavor not in FLAVORS:
+            expected = f"expected one of {', '.join(sorted(FLAVORS))}"
+            raise ValidationError("flavor", self.flavor, expected)
 
     def check(self, spec: TrainingSpec) -> None:
         self.flavor_of(spec)

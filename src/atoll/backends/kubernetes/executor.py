@@ -23,8 +23,9 @@ from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Diagnosis, NodeProbes
 from atoll.backends.kubernetes.followups import GangWriter
 from atoll.backends.kubernetes.job import RELEASE, Job
+from atoll.backends.kubernetes.launches import as_launch, cause_of, training_of
 from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
-from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
+from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, STOP_CAUSE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import observe_gang, unexplained_failures
@@ -36,13 +37,19 @@ from atoll.backends.kubernetes.render import (
     render_service,
     render_world,
 )
-from atoll.backends.kubernetes.results import read_without_results, result_in_log, strip_results
+from atoll.backends.kubernetes.results import (
+    read_without_results,
+    result_in_log,
+    strip_results,
+    without_results,
+)
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
 from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
-from atoll.core.ports import Executor, Key
+from atoll.core.model import encode
+from atoll.core.ports import Executor, Key, StopCause
 from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
@@ -63,6 +70,7 @@ DRY_RUN_UID = "dry-run"
 FIELDS = {"spec.template.spec.": "pod.", "spec.template.": "", "metadata.": ""}
 CATCH_UP_S = 1.0  # the mirror shows this process's own last write sooner; else it is stale
 FEW = 16  # gangs of more ranks are observed less often than their pods change
+SHARED_POLL_S = 2.0  # between observations of a launch from a script that cannot watch its pods
 PAUSE_A_RANK_S = 0.002  # 500 ranks and more are observed once a second
 
 
@@ -167,11 +175,15 @@ class KubernetesBackend(Executor):
         """Asks the API server with `dryRun=All`, which checks everything and writes nothing.
 
         A quota that is used up or a missing right refuses nothing here: both can change, and the
-        status of the training says what it waits for.
+        status of the training says what it waits for. They refuse a launch from a script.
         """
+        untried = Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec)
+        if self.is_shared:
+            await self.rehearse(untried)
+            return
         with contextlib.suppress(Denied, Temporary, TimeoutError):
             async with asyncio.timeout(DRY_RUN_S):
-                await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+                await self.rehearse(untried)
 
     async def rehearse(self, training: Training) -> None:
         """Raises ValidationError, naming the field, if the cluster refuses what `apply` would
@@ -193,7 +205,8 @@ class KubernetesBackend(Executor):
             raise _refusal(error) from error
 
     def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
-        return render_job(training, desired, self.options, owner)
+        job = render_job(training, desired, self.options, owner)
+        return as_launch(job, training.spec) if self.is_shared else job
 
     async def close(self) -> None:
         await self.stop()
@@ -215,6 +228,10 @@ class KubernetesBackend(Executor):
             self.check(training.spec)
         except ValidationError as error:
             raise Permanent(str(error)) from error
+        if self.is_shared and desired.size == 0 and training.status.failing:
+            cause = encode([training.status.failing, training.status.failing_message]).decode()
+            with contextlib.suppress(NotFound):
+                await self._patch_job(training, {"metadata": {"annotations": {STOP_CAUSE: cause}}})
         job = await self._job(training)
         if job is not None:
             await self._resize(training, desired, job)
@@ -239,6 +256,8 @@ class KubernetesBackend(Executor):
         deleted = self._deleted.deleted(training, pods, namespace, failed)
         view = observe_gang(training, job, pods, self.options, now, pod_error.text, silent, deleted)
         again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
+        if self.is_shared and not (self._jobs.is_live and self._pods.is_live):
+            again_in_s = sooner(again_in_s, SHARED_POLL_S)
         observation = replace(view.observation, again_in_s=again_in_s, at=now)
         observation = await self._diagnosis.explain(training, observation, view.newest, now)
         return self._companions.observe(training, job, view.newest, companions, observation, now)
@@ -267,11 +286,35 @@ class KubernetesBackend(Executor):
 
     async def release(self, training: Training) -> None:
         """Ends the Job for good. It and its pods stay for their logs until `purge`."""
+        await (self._end_job(training) if self.is_shared else self._release(training))
+
+    async def _end_job(self, training: Training) -> None:
+        """Ends a Job that was stopped, as it would not end by itself. Nothing is removed."""
         namespace, name = self._object_key(training)
+        try:
+            job = Job(await self.cluster.get("jobs", namespace, name))
+        except NotFound:
+            return
+        if job.desired is None or job.desired.size or job.end_reason:
+            return
+        await self._check_ended(training)
+        with contextlib.suppress(NotFound, Conflict):
+            if job.is_suspended:  # it never ran
+                await self.cluster.delete("jobs", namespace, name)
+            else:
+                patch = {"spec": {"parallelism": 0, "activeDeadlineSeconds": 1}}
+                await self._patch_job(training, patch)
+
+    async def _check_ended(self, training: Training) -> None:
+        """Raises Temporary while a pod ends: the Job would count it as running, and delete it with
+        its log."""
         _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in pods):
-            # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
+
+    async def _release(self, training: Training) -> None:
+        namespace, name = self._object_key(training)
+        await self._check_ended(training)
         with contextlib.suppress(NotFound):
             job = await self.cluster.patch("jobs", namespace, name, RELEASE)
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself
@@ -288,6 +331,8 @@ class KubernetesBackend(Executor):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
+        if self.is_shared:
+            await self._release(training)
         namespace, name = self._object_key(training)
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
@@ -295,6 +340,24 @@ class KubernetesBackend(Executor):
         await self.cluster.delete_all("pods", namespace, labels=_labels(training))
         await self._archive.drop(namespace, training.uid)
         await self._writer.drop_all_finalizers(namespace, _labels(training))
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        try:
+            manifest = await self.cluster.get("jobs", self.options.namespace, job_name)
+        except NotFound:
+            return None
+        training = training_of(Job(manifest))
+        if training is None or uid not in (None, training.uid):
+            return None
+        training = replace(training, spec=replace(training.spec, executor=self.name))
+        self._note_job(training, manifest)
+        return training
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        job = await self._job(training)
+        if job is None or job.desired is None:
+            return StopCause()
+        return cause_of(job, training.spec, job.desired)
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
@@ -324,16 +387,47 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         source = self._log_source(training)
         if follow is not None:
-            return strip_results(read_logs(source, ranks=ranks, tail=tail, follow=follow))
-        return read_without_results(
-            lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
-        )
+            lines = strip_results(read_logs(source, ranks=ranks, tail=tail, follow=follow))
+        else:
+            lines = read_without_results(
+                lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
+            )
+        return self._with_archived(training, lines, ranks, tail) if self.is_shared else lines
+
+    async def _with_archived(
+        self,
+        training: Training,
+        lines: AsyncIterator[LogLine],
+        ranks: Sequence[int] | None,
+        tail: int | None,
+    ) -> AsyncIterator[LogLine]:
+        """Of pods that were deleted before this process knew them, what others have archived."""
+        unseen = set(ranks or ())
+        async for line in lines:
+            unseen.discard(line.rank)
+            yield line
+        for rank in sorted(unseen):
+            texts = without_results(await self._archived(training, rank))
+            for text in texts if tail is None else texts[max(len(texts) - tail, 0) :]:
+                yield LogLine(rank=rank, text=text)
+
+    async def _archived(self, training: Training, rank: int) -> list[str]:
+        return await self._archive.lines(self._object_key(training)[0], training.uid, rank)
 
     async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
         source = self._log_source(training)
-        return await result_in_log(
+        found = await result_in_log(
             lambda last: read_logs(source, ranks=[rank], tail=last, follow=None), training.uid
         )
+        if found is not None or not self.is_shared:
+            return found
+
+        async def read(last: int | None) -> AsyncIterator[LogLine]:
+            lines = await self._archived(training, rank)
+            for text in lines if last is None else lines[max(len(lines) - last, 0) :]:
+                yield LogLine(rank=rank, text=text)
+
+        return await result_in_log(read, training.uid)
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None

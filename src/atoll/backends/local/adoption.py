@@ -10,12 +10,15 @@ file of the reserve is filled and takes its name: no block is asked for that a r
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -57,6 +60,39 @@ def read_record(directory: Path) -> Training | None:
     if training.uid != directory.name:
         raise Permanent(f"its {RECORD} is that of another training")
     return training
+
+
+def find_record(root: Path, name: str, uid: str | None) -> Training | None:
+    """The training of that name which can be followed by its files; None if there is none."""
+    if uid is not None and ("/" in uid or uid in (".", "..")):
+        return None
+    directories = [root / uid] if uid is not None else []
+    with contextlib.suppress(OSError):
+        directories = directories or sorted(root.iterdir())
+    for directory in directories:
+        with contextlib.suppress(Permanent):
+            record = None if is_marked_deleted(directory) else read_record(directory)
+            if record is not None and record.name == name:
+                is_over = record.status.phase.is_terminal
+                return record if is_over or (directory / DESIRED_FILE).exists() else None
+    return None
+
+
+@contextlib.asynccontextmanager
+async def lock_directory(directory: Path) -> AsyncIterator[None]:
+    """No other process writes to the directory of a gang meanwhile."""
+    make_private(directory)
+    lock = os.open(directory / "turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # other processes set no event
+                await asyncio.sleep(0.02)
+        yield
+    finally:
+        os.close(lock)
 
 
 def mark_deleted(directory: Path) -> None:

@@ -41,9 +41,12 @@ from atoll.backends.local.adoption import (
     adopt,
     catch_up,
     delete,
+    find_record,
     is_marked_deleted,
+    lock_directory,
     mark_deleted,
     quarantine,
+    read_record,
     write_record,
 )
 from atoll.backends.local.bench import LocalBench
@@ -66,8 +69,8 @@ from atoll.backends.local.protocol import DESIRED_FILE, result_file, waiting_mes
 from atoll.backends.local.rank_access import open_process, run_beside
 from atoll.backends.local.rendezvous import find_etcd, read_rendezvous
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
+from atoll.backends.reader import read_result
 from atoll.backends.records import desired_of
-from atoll.backends.results import attempt_of, is_named, read_result
 from atoll.core.checks import check_int
 from atoll.core.config import options_of
 from atoll.core.errors import (
@@ -83,7 +86,7 @@ from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.metrics import RankUsage
 from atoll.core.model import SpecModel
 from atoll.core.plan import check_again_s
-from atoll.core.ports import Executor, Key, Store, ignore, refuse
+from atoll.core.ports import Executor, Key, StopCause, Store, ignore, refuse
 from atoll.core.rank_access import ExecRequest, ExecResult
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
@@ -228,7 +231,7 @@ class LocalBackend(Executor):
         log_bytes: int | None = None,
         gpus: Sequence[str] | None = None,
     ) -> None:
-        self._root = root
+        self.root = root
         self._state_dir: Path | None = None  # of the control plane, which ranks find there
         self._devices = Devices(present(os.environ) if gpus is None else gpus)
         self.options = self._devices  # all that SUPPORTS asks of this machine
@@ -321,12 +324,12 @@ class LocalBackend(Executor):
 
     def _directories(self) -> list[Path]:
         """The directories of trainings; empty ones are removed."""
-        if not self._root.is_dir():
+        if not self.root.is_dir():
             return []
-        for directory in self._root.iterdir():
+        for directory in self.root.iterdir():
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        return sorted(directory for directory in self._root.iterdir() if directory.is_dir())
+        return sorted(directory for directory in self.root.iterdir() if directory.is_dir())
 
     async def _delete(self, supervisor: SupervisorClient) -> None:
         await supervisor.clear()
@@ -339,6 +342,13 @@ class LocalBackend(Executor):
             supervisor.close()
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
+        if not self.is_shared:
+            await self._apply(training, desired)
+            return
+        async with lock_directory(self.root / training.uid):
+            await self._apply(training, desired)
+
+    async def _apply(self, training: Training, desired: DesiredState) -> None:
         supervisor = self._supervisor(training)
         async with supervisor.turn:
             if desired.size == 0 and not supervisor.is_requested():
@@ -479,7 +489,24 @@ class LocalBackend(Executor):
         key = training.key
         self._bench.start(training.uid, lambda: self._changed.put_nowait(key))
 
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        return find_record(self.root, job_name, uid)
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        with contextlib.suppress(Permanent):
+            if record := read_record(self.root / training.uid):
+                return StopCause(record.status.failing, record.status.failing_message)
+        return StopCause()
+
     async def release(self, training: Training) -> None:
+        directory = self.root / training.uid
+        if not self.is_shared:
+            await self._release(training)
+        elif (directory / DESIRED_FILE).exists():  # its files stay, with how it ended
+            async with lock_directory(directory):
+                write_record(directory, training)
+
+    async def _release(self, training: Training) -> None:
         supervisor = self._supervisor(training)
         await self._bench.stop(training.uid)
         async with supervisor.turn:
@@ -499,29 +526,26 @@ class LocalBackend(Executor):
                 await withdraw(rendezvous)
 
     async def purge(self, training: Training) -> None:
-        directory = self._root / training.uid
+        directory = self.root / training.uid
         mark_deleted(directory)
-        await self.release(training)
-        await asyncio.to_thread(delete, directory)
+        await self._release(training)
+        if self.is_shared:  # a script that ends can start no thread
+            delete(directory)
+        else:
+            await asyncio.to_thread(delete, directory)
 
     async def changes(self) -> AsyncIterator[Key]:
         while True:
             yield await self._changed.get()
 
     async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
-        attempt = attempt_of(training, rank)
-        if attempt is None:
-            return None
-        path = Path(result_file(self._root / training.uid, rank, attempt))
-
-        def read() -> bytes | None:
-            try:
-                return path.read_bytes()
-            except FileNotFoundError:
-                return None
-
-        named = is_named(self._supervisor(training).facts, rank, attempt)
-        return await read_result(read, f"the result of rank {rank}", is_named=named)
+        directory = self.root / training.uid
+        return await read_result(
+            training,
+            rank,
+            self._supervisor(training).facts,
+            lambda attempt: Path(result_file(directory, rank, attempt)).read_bytes(),
+        )
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
@@ -543,10 +567,10 @@ class LocalBackend(Executor):
         return read_lines(folder, offsets, ranks=ranks, follow=follow, growth=growth)
 
     def store_uri(self, training: Training) -> str:
-        return store_uri_of(training.spec, rank_layout(self._root / training.uid))
+        return store_uri_of(training.spec, rank_layout(self.root / training.uid))
 
     def metrics_uri(self, training: Training) -> str:
-        return rank_layout(self._root / training.uid).metrics_uri
+        return rank_layout(self.root / training.uid).metrics_uri
 
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
@@ -565,13 +589,13 @@ class LocalBackend(Executor):
         return use
 
     def log_folder(self, training: Training) -> Path:
-        return self._root / training.uid / "logs"
+        return self.root / training.uid / "logs"
 
     def _supervisor(self, training: Training) -> SupervisorClient:
         if training.uid not in self._supervisors:
             key = training.key
             self._supervisors[training.uid] = SupervisorClient(
-                self._root / training.uid, lambda: self._changed.put_nowait(key)
+                self.root / training.uid, lambda: self._changed.put_nowait(key)
             )
         return self._supervisors[training.uid]
 

@@ -1,4 +1,4 @@
-"""What atoll asks of Modal, through its public client: the only module that imports it.
+"""What atoll asks of Modal, through its public client.
 
 Where the client knows less than the service has told it (which kind of end it was), its own object
 is looked into, and whatever is not there is not known.
@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+import functools
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import modal
 import modal.exception as failures
 from modal._utils.async_utils import synchronizer
 
 from atoll.backends.modal.options import ModalOptions
-from atoll.backends.modal.render import SandboxRequest
+from atoll.backends.records import JobState
+from atoll.backends.service import ServiceClient, one_line
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.phase import ExitReason
 
 T = TypeVar("T")
 
-# Of the service's words on an end, those that name a cause. The code is invented for TERMINATED
-# (137) and TIMEOUT (124).
-ENDS = {
+AT_ONCE = 32  # questions under way at a time: few for Modal's rate limit, enough to hide latency
+# Of the service's words on an end, those that name a cause.
+CAUSES = {
     "GENERIC_STATUS_KERNEL_OOM_KILL": ExitReason.OOM_KILLED,
     "GENERIC_STATUS_MEMORY_MANAGER_EVICTION": ExitReason.OOM_KILLED,
     "GENERIC_STATUS_MEMORY_THRASHING_EVICTION": ExitReason.OOM_KILLED,
@@ -34,7 +35,8 @@ ENDS = {
     "GENERIC_STATUS_TERMINATED": ExitReason.DELETED,
     "GENERIC_STATUS_TIMEOUT": ExitReason.TIME_LIMIT,
 }
-INVENTED = {"GENERIC_STATUS_TERMINATED", "GENERIC_STATUS_TIMEOUT"}
+# Codes that Modal makes up for these ends, and the ends.
+INVENTED = {137: "GENERIC_STATUS_TERMINATED", 124: "GENERIC_STATUS_TIMEOUT"}
 SETTINGS = (("token_id", "token_secret"), ("oauth_refresh_token", "oauth_client_id"))
 # What Modal will never do; a RemoteError says that the image cannot be had.
 REFUSED = (
@@ -72,147 +74,124 @@ def check_credentials() -> None:
         raise Permanent(CREDENTIALS)
 
 
-class SandboxEnd(NamedTuple):
-    """What Modal says of a sandbox that has ended. `code` is None where it is invented."""
-
-    code: int | None
-    status: str  # in the words of the wire; empty if the client hides it
-    message: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The cause that Modal names; empty if it names none."""
-        return str(ENDS.get(self.status, ""))
-
-    @property
-    def detail(self) -> str:
-        status = self.status.removeprefix("GENERIC_STATUS_").replace("_", " ").lower()
-        code = "" if self.code is None else f", exit code {self.code}"
-        message = f": {self.message}" if self.message else ""
-        return f"Modal says {status or 'ended'}{code}{message}"
-
-
 class AlreadyStarted(Exception):
     """A sandbox of that name runs."""
 
 
-class NoRoom(Temporary):
-    """Modal had no room for the sandbox within the time that its client waits."""
+def question(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """The method is one question to the service, which has been connected to before."""
+
+    @functools.wraps(method)
+    async def ask(self: Sandboxes, *values: Any, **named: Any) -> T:
+        await self.open()
+        turns = self._creates if method.__name__ == "create" else None
+        return await self.ask(
+            method.__name__, lambda: answer(method(self, *values, **named)), turns
+        )
+
+    return ask
 
 
-class Sandboxes:
-    """The sandboxes of one app. `questions` counts what was asked, by the call."""
+class Sandboxes(ServiceClient):
+    """The sandboxes of one app."""
+
+    ERRORS = (failures.Error, OSError, TimeoutError)
 
     def __init__(self, options: ModalOptions) -> None:
+        super().__init__(AT_ONCE)
         self._options = options
         self._app: Any = None
         self._client: Any = None
-        self._turn = asyncio.Lock()
-        self._images: dict[Any, Any] = {}
-        self.questions: Counter[str] = Counter()
+        self._opening = asyncio.Lock()
+        self._creates = asyncio.Semaphore(options.creates)
+        self._images: dict[str, Any] = {}
 
-    async def open(self) -> Any:
-        """The app, which is made where it does not exist. Raises Permanent without credentials."""
-        async with self._turn:
+    def translate(self, error: Exception, question: str) -> Exception:
+        text = f"Modal, {question}: {one_line(error)}"
+        if isinstance(error, failures.AlreadyExistsError):
+            return AlreadyStarted(text)
+        if isinstance(error, failures.AuthError):
+            return Permanent(f"{CREDENTIALS} ({one_line(error)})")
+        if isinstance(error, REFUSED):
+            return Permanent(text)
+        is_full = isinstance(error, failures.ResourceExhaustedError)
+        return Temporary(text, retry_after_s=30.0 if is_full else 1.0)
+
+    async def open(self) -> None:
+        """Finds the app, or makes it. Raises Permanent without credentials."""
+        async with self._opening:
             if self._app is None:
-                app, environment = self._options.app, self._options.environment
+                self._app = await self.ask("app", lambda: answer(self._look_up()))
 
-                async def look_up() -> Any:
-                    self._client = await modal.Client.from_env.aio()
-                    return await modal.App.lookup.aio(
-                        app,
-                        create_if_missing=True,
-                        environment_name=environment,
-                        client=self._client,
-                    )
+    async def _look_up(self) -> Any:
+        app, environment = self._options.app, self._options.environment
+        self._client = client = await modal.Client.from_env.aio()
+        return await modal.App.lookup.aio(
+            app, create_if_missing=True, environment_name=environment, client=client
+        )
 
-                self._app = await self._ask("app", app, look_up)
-        return self._app
-
+    @question
     async def hello(self) -> None:
         """Whether the service answers, and takes the credentials."""
-        await self.open()
-        await self._ask("hello", "", lambda: self._client.hello.aio())
+        await self._client.hello.aio()
 
-    async def create(self, request: SandboxRequest) -> str:
+    @question
+    async def create(self, request: dict[str, Any]) -> str:
         """The id of the new sandbox. With a GPU it waits for room, for up to 21 minutes.
 
-        Raises AlreadyStarted, NoRoom, Temporary, or Permanent for what Modal will never do.
+        Raises AlreadyStarted, Temporary, or Permanent for what Modal will never do.
         """
-        app, options = await self.open(), self._options
-        sandbox = await self._ask(
-            "create",
-            request.name,
-            lambda: modal.Sandbox.create.aio(
-                *request.command,
-                app=app,
-                name=request.name,
-                tags=request.tags,
-                image=self._image(request.image),
-                secrets=[self._secret(name) for name in options.secrets],
-                timeout=request.timeout_s,
-                gpu=request.gpu,
-                cloud=options.cloud,
-                region=options.region,
-                cpu=request.cpu,
-                memory=request.memory,
-                volumes=self._volumes(),
-                client=self._client,
-            ),
+        options = self._options
+        rest = {n: v for n, v in request.items() if n not in ("command", "image")}
+        sandbox = await modal.Sandbox.create.aio(
+            *request["command"],
+            app=self._app,
+            image=self._image(request["image"]),
+            secrets=[self._secret(name) for name in options.secrets],
+            cloud=options.cloud,
+            region=options.region,
+            volumes=self._volumes(),
+            client=self._client,
+            **rest,
         )
         return str(sandbox.object_id)
 
+    @question
     async def running(self, tags: dict[str, str], expected: Collection[str] = ()) -> set[str]:
         """The ids of those that run and have the tags, in one question for a page of them.
 
         The listing ends with an empty page. It is not asked for where all expected ones were seen.
         """
-        app = await self.open()
+        ids: set[str] = set()
+        app = self._app.app_id
+        listing = modal.Sandbox.list.aio(app_id=app, tags=tags, client=self._client)
+        while (sandbox := await answer(anext(listing, None))) is not None:
+            ids.add(str(sandbox.object_id))
+            if expected and ids >= set(expected):
+                break
+        return ids
 
-        async def read() -> set[str]:
-            ids: set[str] = set()
-            listing = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=self._client)
-            while (sandbox := await answer(anext(listing, None))) is not None:
-                ids.add(str(sandbox.object_id))
-                if expected and ids >= set(expected):
-                    break
-            return ids
+    @question
+    async def tags(self, id: str) -> dict[str, str]:
+        return dict(await (await self._sandbox(id)).get_tags.aio())
 
-        return await self._ask("list", "", read)
-
-    async def tags(self, sandbox_id: str) -> dict[str, str]:
-        await self.open()
-
-        async def read() -> dict[str, str]:
-            return dict(await (await self._sandbox(sandbox_id)).get_tags.aio())
-
-        return await self._ask("tags", sandbox_id, read)
-
-    async def end_of(self, *, id: str = "", name: str = "") -> SandboxEnd | None:
+    @question
+    async def end_of(self, *, id: str = "", name: str = "") -> JobState | None:
         """How a sandbox ended, by its id or else the newest that had the name; None while it has
         not."""
-        await self.open()
+        try:
+            sandbox = await self._sandbox(id, name)
+        except failures.NotFoundError:
+            return JobState("ended", message=f"Modal knows no sandbox {id or name}")
+        if not id:
+            await sandbox.poll.aio()
+        return read_end(sandbox)
 
-        async def read() -> SandboxEnd | None:
-            try:
-                sandbox = await self._sandbox(id, name)
-            except failures.NotFoundError:
-                return SandboxEnd(None, "", f"Modal knows no sandbox {id or name}")
-            if not id:
-                await sandbox.poll.aio()
-            return _end_of(sandbox)
-
-        return await self._ask("end", id or name, read)
-
-    async def terminate(self, sandbox_id: str) -> None:
+    @question
+    async def terminate(self, id: str) -> None:
         """At once, with no signal that it could catch. Already ended is success."""
-        await self.open()
-
-        async def end() -> None:
-            with contextlib.suppress(failures.NotFoundError):
-                await (await self._sandbox(sandbox_id)).terminate.aio()
-
-        await self._ask("terminate", sandbox_id, end)
+        with contextlib.suppress(failures.NotFoundError):
+            await (await self._sandbox(id)).terminate.aio()
 
     async def _sandbox(self, id: str, name: str = "") -> Any:
         if id:
@@ -225,34 +204,18 @@ class Sandboxes:
             client=self._client,
         )
 
-    async def _ask(self, question: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What the client answers. Its errors become ours, with what they are about."""
-        self.questions[question] += 1
-        about = " ".join(f"Modal, {question} {name}".split())
-        try:
-            return await answer(call())
-        except failures.AlreadyExistsError as error:
-            raise AlreadyStarted(name) from error
-        except failures.ResourceExhaustedError as error:
-            raise NoRoom(f"{about}: {_line(error)}", retry_after_s=30.0) from error
-        except failures.AuthError as error:
-            raise Permanent(f"{CREDENTIALS} ({_line(error)})") from error
-        except REFUSED as error:
-            raise Permanent(f"{about}: {_line(error)}") from error
-        except (failures.Error, OSError, TimeoutError) as error:
-            raise Temporary(f"{about}: {_line(error)}", retry_after_s=1.0) from error
-
     def _image(self, image: Any) -> Any:
         """None is Modal's own: Debian with the Python of this machine."""
-        if image is None or not isinstance(image, str):
+        if not isinstance(image, str):
             return image
         if image not in self._images:
-            name = self._options.registry_secret
-            secret = None if name is None else self._secret(name)
+            secret = self._secret(self._options.registry_secret)
             self._images[image] = modal.Image.from_registry(image, secret=secret)
         return self._images[image]
 
-    def _secret(self, name: str) -> Any:
+    def _secret(self, name: str | None) -> Any:
+        if name is None:
+            return None
         return modal.Secret.from_name(name, environment_name=self._options.environment)
 
     def _volumes(self) -> dict[Any, Any]:
@@ -265,7 +228,7 @@ class Sandboxes:
                 bucket.bucket,
                 bucket_endpoint_url=bucket.endpoint,
                 key_prefix=bucket.prefix,
-                secret=None if bucket.secret is None else self._secret(bucket.secret),
+                secret=self._secret(bucket.secret),
                 oidc_auth_role_arn=bucket.role,
                 read_only=bucket.read_only,
                 requester_pays=bucket.requester_pays,
@@ -274,24 +237,83 @@ class Sandboxes:
         return mounts
 
 
-def _end_of(sandbox: Any) -> SandboxEnd | None:
+def read_end(sandbox: Any) -> JobState | None:
+    """What Modal says of a sandbox that has ended. A code that it makes up is left out."""
     code = sandbox.returncode
     if code is None:
         return None
-    status, message = _result_of(sandbox)
-    is_invented = status in INVENTED or (not status and code in (124, 137))
-    return SandboxEnd(None if is_invented else code, status, message)
-
-
-def _result_of(sandbox: Any) -> tuple[str, str]:
-    """The status of its end as the wire has it, and what was said; empty if it is hidden."""
     try:
         result = synchronizer._translate_in(sandbox)._impl.result  # type: ignore[no-untyped-call]
         kind = type(result).DESCRIPTOR.fields_by_name["status"].enum_type
-        return str(kind.values_by_number[result.status].name), str(result.exception)
-    except (AttributeError, KeyError, TypeError):
-        return "", ""
+        status, text = str(kind.values_by_number[result.status].name), str(result.exception)
+    except (AttributeError, KeyError, TypeError):  # the client hides it
+        status, text = INVENTED.get(code, ""), ""
+    end = status.removeprefix("GENERIC_STATUS_").replace("_", " ").lower() or "ended"
+    shown = "" if INVENTED.get(code) == status else f", exit code {code}"
+    message = f"Modal says {end}{shown}" + (f": {text}" if text else "")
+    return JobState("ended", str(CAUSES.get(status, "")), message)
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+# Calls of a function that the user has decorated. One is found again by its id from any process;
+# Modal keeps its result for some days.
+
+# What says nothing of the call: the service did not answer.
+UNANSWERED = (
+    failures.ConnectionError,
+    failures.ServiceError,
+    failures.InternalError,
+    failures.ClientClosed,
+)
+
+
+class CallState(NamedTuple):
+    """How a call is, with its result or what it has failed with."""
+
+    state: Literal["running", "succeeded", "failed", "cancelled"]
+    result: Any = None
+    error: str = ""
+
+
+def find_call(id: str) -> Any:
+    return modal.FunctionCall.from_id(id)
+
+
+def inspect_call(call: Any) -> CallState:
+    """Raises Temporary if Modal does not answer."""
+    try:
+        return CallState("succeeded", call.get(timeout=0))
+    except UNANSWERED as error:
+        raise Temporary(f"Modal: {error}") from error
+    except Exception as error:  # the function's own, as it raised it, or Modal's word on it
+        text = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+        # The client raises a bare TimeoutError while there is no result.
+        if type(error) is TimeoutError and not error.args:
+            return CallState("running")
+        is_gone = isinstance(error, failures.NotFoundError | failures.InputCancellation)
+        is_cut = isinstance(error, failures.RemoteError) and is_terminated(call)
+        return CallState("cancelled" if is_gone or is_cut else "failed", error=text)
+
+
+def cancel(call: Any) -> None:
+    """Its container ends. One that has ended or is unknown is cancelled already."""
+    try:
+        call.cancel(terminate_containers=True)
+    except failures.NotFoundError:
+        return
+    except UNANSWERED as error:
+        raise Temporary(f"Modal: {error}") from error
+
+
+def is_terminated(call: Any) -> bool:
+    """Whether somebody has cancelled it; the words of its error do not tell."""
+
+    def has_terminated(inputs: list[Any]) -> bool:
+        ends = (
+            each.status.name == "TERMINATED" or has_terminated(each.children) for each in inputs
+        )
+        return any(ends)
+
+    try:
+        return has_terminated(call.get_call_graph())
+    except failures.Error:
+        return False

@@ -14,18 +14,14 @@ from atoll.backends.base import UID, StoreBackend, key_of
 from atoll.backends.modal.client import AlreadyStarted, Sandboxes, check_credentials
 from atoll.backends.modal.options import ModalOptions
 from atoll.backends.modal.render import planned_lifetime_s, render_sandbox, sandbox_name
-from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey, JobState
+from atoll.backends.records import AttemptKey, JobState, Json
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.status import Training
 
 REFUSAL_S = 2.0  # how long a start waits for a refusal; what lasts longer goes on beside
-AT_ONCE = 32  # questions under way at a time: few for Modal's rate limit, enough to hide latency
 
 
 class _Gang:
-    """What this process knows of the sandboxes of one training."""
-
     def __init__(self) -> None:
         self.keys: dict[str, AttemptKey] = {}  # by the id of the sandbox
         self.ends: dict[AttemptKey, JobState] = {}
@@ -34,12 +30,11 @@ class _Gang:
         self.trouble = ""
 
     def ids_of(self, keys: Sequence[AttemptKey]) -> list[str]:
-        wanted = set(keys)
-        return [id for id, key in self.keys.items() if key in wanted]
+        return [id for id, key in self.keys.items() if key in keys]
 
     def raise_refusal(self) -> None:
-        if (error := self.refusal) is not None:
-            self.refusal = None
+        error, self.refusal = self.refusal, None
+        if error is not None:
             raise error
 
 
@@ -48,24 +43,17 @@ class ModalBackend(StoreBackend):
 
     name = "modal"
     options_type = ModalOptions
-    SUPPORTS = ModalOptions.SUPPORTS
+    gang_type = _Gang
     job_variable = "MODAL_TASK_ID"
-    unclaimed_hint = "does its image have Python and atoll[store], and does it reach the store?"
     options: ModalOptions
+    render = staticmethod(render_sandbox)
 
     def __init__(self, options: ModalOptions, *, clock: Callable[[], float] | None = None) -> None:
         super().__init__(options, clock=clock)
         self.sandboxes = Sandboxes(options)
-        self._gangs: dict[str, _Gang] = {}
-        self._creates = asyncio.Semaphore(options.creates)
-        self._questions = asyncio.Semaphore(AT_ONCE)
 
     def check_machine(self) -> None:
         check_credentials()
-
-    @classmethod
-    def render(cls, training: Training, key: AttemptKey, options: ModalOptions) -> Json:
-        return render_sandbox(training, *key, options)._asdict()
 
     async def probe(self) -> None:
         await self.sandboxes.hello()
@@ -78,7 +66,7 @@ class ModalBackend(StoreBackend):
 
     async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
         """Asks for all at once, and goes on where one of them has to wait for room."""
-        gang = self._gang(training)
+        gang: _Gang = self.gang(training)
         gang.raise_refusal()
         new = [(rank, attempt) for rank in ranks if (rank, attempt) not in gang.requested]
         for key in new:
@@ -88,7 +76,7 @@ class ModalBackend(StoreBackend):
         gang.raise_refusal()
 
     async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
-        gang = self._gang(training)
+        gang: _Gang = self.gang(training)
         lives = {id for id, key in gang.keys.items() if key not in gang.ends}
         running = await self.sandboxes.running({UID: training.uid}, lives)
         await asyncio.gather(
@@ -102,39 +90,31 @@ class ModalBackend(StoreBackend):
         detail = gang.trouble or "Modal is asked for it, and waits for room"
         for key in gang.requested:
             jobs.setdefault(key, JobState("pending", message=detail))
-        reader = self._readers.get(training.uid)
-        known = {*gang.keys.values(), *(reader.claims() if reader else ())}
+        known = {*gang.keys.values(), *self.claims(training)}
         departed = sorted(key for key in known if key not in jobs)
         ends = await asyncio.gather(*(self._end(training, gang, key) for key in departed))
         return {**jobs, **dict(zip(departed, ends, strict=True))}
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
-        gang = self._gang(training)
+        gang: _Gang = self.gang(training)
         for key in attempts:
             if (task := gang.requested.get(key)) is not None:
                 task.cancel()
-        await asyncio.gather(*map(self._terminate, gang.ids_of(attempts)))
+        await asyncio.gather(*map(self.sandboxes.terminate, gang.ids_of(attempts)))
 
     def launch(self, training: Training) -> Json:
         life_s = planned_lifetime_s(self.options, training.spec.stop_grace_s)
         return {**super().launch(training), "life_s": life_s}
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
-        gang = self._gangs.pop(training.uid, None)
-        for task in gang.requested.values() if gang else ():
+        for task in self.gang(training).requested.values():
             task.cancel()
         await super().clear(training, with_logs=with_logs)
 
-    # One sandbox
-
-    def _gang(self, training: Training) -> _Gang:
-        return self._gangs.setdefault(training.uid, _Gang())
-
     async def _create(self, training: Training, gang: _Gang, key: AttemptKey) -> None:
-        request = render_sandbox(training, *key, self.options)
         try:
-            async with self._creates:
-                gang.keys[await self.sandboxes.create(request)] = key
+            request = render_sandbox(training, key, self.options)
+            gang.keys[await self.sandboxes.create(request)] = key
             gang.trouble = ""
         except AlreadyStarted:  # by somebody before: the next listing has its id
             return
@@ -145,29 +125,20 @@ class ModalBackend(StoreBackend):
         finally:
             del gang.requested[key]
 
-    async def _learn(self, gang: _Gang, sandbox_id: str) -> None:
+    async def _learn(self, gang: _Gang, id: str) -> None:
         """Which attempt a sandbox is that somebody else has started."""
-        async with self._questions:
-            key = key_of(await self.sandboxes.tags(sandbox_id))
-        if key is not None:
-            gang.keys[sandbox_id] = key
+        if (key := key_of(await self.sandboxes.tags(id))) is not None:
+            gang.keys[id] = key
 
     async def _end(self, training: Training, gang: _Gang, key: AttemptKey) -> JobState:
         """How a sandbox ended that is in no list. Where its rank's record says all, nobody is
         asked."""
         if key not in gang.ends:
-            job = JobState("ended")
+            end: JobState | None = JobState("ended")
             if not self.is_recorded(training, key):
-                ids = gang.ids_of([key])
-                async with self._questions:
-                    name = sandbox_name(training.uid, *key)
-                    end = await self.sandboxes.end_of(id=ids[-1] if ids else "", name=name)
-                if end is None:
-                    return JobState("running")  # the listing was late
-                job = JobState("ended", reason=end.reason, message=end.detail)
-            gang.ends[key] = job
+                id, name = (["", *gang.ids_of([key])])[-1], sandbox_name(training.uid, key)
+                end = await self.sandboxes.end_of(id=id, name=name)
+            if end is None:
+                return JobState("running")  # the listing was late
+            gang.ends[key] = end
         return gang.ends[key]
-
-    async def _terminate(self, sandbox_id: str) -> None:
-        async with self._questions:
-            await self.sandboxes.terminate(sandbox_id)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import posixpath
-import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.backends.base import StoreOptions, separate_jobs
-from atoll.backends.modal.gpus import gpu_name, gpu_of
-from atoll.core.checks import check_strings, is_text
+from atoll.backends.base import StoreOptions, Word, separate_jobs
+from atoll.backends.hardware import check_model, gpu_for, rows
+from atoll.core.checks import Pattern
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.ports import ignore, refuse
@@ -19,13 +17,45 @@ from atoll.core.text import parse_quantity
 
 MAX_LIFETIME_S = 86_400  # of a sandbox
 MIN_LIFETIME_S = 60
+MIN_CPU, MIN_MIB = 0.125, 128  # the least that Modal takes
 MIB = 2**20
-# As the client checks the names of its objects.
-OBJECT_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+# Model, GB of memory, most in one sandbox, and Modal's name, as its documentation has them.
+GPUS = [
+    row
+    for model, memory_gb, most, name in (
+        *(("T4", 16, 8, "T4"), ("L4", 24, 8, "L4"), ("L40S", 48, 8, "L40S")),
+        *(("A10", 24, 4, "A10"), ("A10G", 24, 4, "A10")),
+        *(("A100", 40, 8, "A100"), ("A100", 80, 8, "A100-80GB")),
+        *(("A100-40GB", 40, 8, "A100-40GB"), ("A100-SXM4-40GB", 40, 8, "A100-40GB")),
+        *(("A100-80GB", 80, 8, "A100-80GB"), ("A100-SXM4-80GB", 80, 8, "A100-80GB")),
+        ("RTX-PRO-6000", 96, 8, "RTX-PRO-6000"),
+        *(("H100", 80, 8, "H100"), ("H100!", 80, 8, "H100!")),  # never an H200 in its place
+        *(("H200", 141, 8, "H200"), ("B200", 192, 8, "B200")),
+        ("B200+", 192, 8, "B200+"),  # or a B300
+    )
+    for row in rows(
+        model, memory_gb, {n: f"{name}:{n}".removesuffix(":1") for n in range(1, most + 1)}
+    )
+]
 SUPPORTS = (
     *separate_jobs("sandboxes of Modal"),
     refuse(
         "provider_filter", "expected none: the executor options cloud and region choose the place"
+    ),
+    refuse(
+        "cpu",
+        "expected at least 125m on Modal",
+        when=lambda spec, options: parse_quantity(spec.resources.cpu or "1") < MIN_CPU,
+    ),
+    refuse(
+        "memory",
+        "expected at least 128Mi on Modal",
+        when=lambda spec, options: parse_quantity(spec.resources.memory or "1Gi") < MIN_MIB * MIB,
+    ),
+    refuse(
+        "gpu_count",
+        "expected gpu_models too: Modal has no GPU of any kind",
+        when=lambda spec, options: not (spec.resources.gpu_models or options.gpu),
     ),
     ignore("topology_spread", "Modal places sandboxes, see the options region and cloud"),
     ignore(
@@ -35,19 +65,34 @@ SUPPORTS = (
     ),
     ignore(
         "gpu_models",
-        "a sandbox names one model, and has the first of these",
+        "a sandbox names one model, and has the first of these that fits",
         when=lambda spec, options: len(spec.resources.gpu_models) > 1,
     ),
 )
+# As the client checks the names of its objects, when it is too late.
+ObjectName = Annotated[
+    str,
+    Pattern(
+        "[a-zA-Z0-9_.-]{1,64}",
+        "expected 1 to 64 letters, digits, '-', '_' or '.', as Modal names its objects",
+    ),
+]
+MountPath = Annotated[
+    str,
+    Pattern(
+        r"(?!/(root|tmp)$)(/(?!\.\.?(/|$))[^/]+)+",
+        "expected an absolute path, not '/', '/root' or '/tmp'",
+    ),
+]
 
 
 class Bucket(SpecModel, frozen=True):
     """A bucket that ranks see as a folder. `secret` has its credentials."""
 
-    bucket: str
-    prefix: str | None = None
+    bucket: Annotated[str, Pattern(".+", "expected the bucket's name")]
+    prefix: Annotated[str, Pattern(".*/", "expected one that ends in '/'")] | None = None
     endpoint: str | None = None  # of R2, Google's or another store with S3's interface
-    secret: str | None = None
+    secret: ObjectName | None = None
     role: str | None = None  # to assume by OIDC, in place of a secret
     read_only: bool = False
     requester_pays: bool = False
@@ -62,113 +107,42 @@ class ModalOptions(StoreOptions, frozen=True):
     OWN_VARIABLES = ("MODAL_",)
     NEEDS_IMAGE = False  # without one, Modal's own: a name in a registry, or a modal.Image
 
-    app: str = "atoll"
-    environment: str | None = None
-    registry_secret: str | None = None  # with the credentials of the registry
-    secrets: list[str] = []  # by name: their values are variables of the ranks
-    volumes: dict[str, str] = {}  # path -> volume
-    buckets: dict[str, Bucket] = {}  # path -> bucket
-    region: str | list[str] | None = None
-    cloud: str | None = None
+    app: ObjectName = "atoll"
+    environment: ObjectName | None = None
+    registry_secret: ObjectName | None = None  # with the credentials of the registry
+    secrets: list[ObjectName] = []  # by name: their values are variables of the ranks
+    volumes: dict[MountPath, ObjectName] = {}  # path -> volume
+    buckets: dict[MountPath, Bucket] = {}  # path -> bucket
+    region: Word | list[Word] | None = None
+    cloud: Word | None = None
     gpu: str | None = None  # the model, for trainings that only say how many
-    cpu: Annotated[float, Meta(ge=0.125, le=1024)] | None = None  # cores
-    memory: Annotated[int, Meta(ge=128, le=10**8)] | None = None  # MiB
+    cpu: Annotated[float, Meta(ge=MIN_CPU, le=1024)] | None = None  # cores
+    memory: Annotated[int, Meta(ge=MIN_MIB, le=10**8)] | None = None  # MiB
     lifetime_s: Annotated[int, Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)] = MAX_LIFETIME_S
     creates: Annotated[int, Meta(ge=1, le=1000)] = 64  # at once: each may wait 21 min for room
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("app", "environment", "registry_secret"):
-            if (name := getattr(self, field)) is not None:
-                check_object_name(field, name)
-        check_strings("secrets", self.secrets)
-        for at, secret in enumerate(self.secrets):
-            check_object_name(f"secrets[{at}]", secret)
-        self._check_mounts()
-        check_image("image", self.image)
-        regions = [self.region] if isinstance(self.region, str) else self.region
-        if regions is not None:
-            check_strings("region", regions)
-        if regions is not None and not all(regions or [""]):
+        if self.region == []:
             raise ValidationError("region", self.region, "expected a region such as 'us-east'")
-        for field in ("python", "cloud"):
-            value = getattr(self, field)
-            if value is not None and (not is_text(value) or not value):
-                raise ValidationError(field, value, "expected text")
         if self.gpu is not None:
-            gpu_name("gpu", self.gpu)
-
-    def _check_mounts(self) -> None:
-        for field in ("volumes", "buckets"):
-            mounts = getattr(self, field)
-            if not isinstance(mounts, dict):
-                raise ValidationError(field, mounts, "expected paths, and what is mounted there")
-            for path in mounts:
-                is_plain = is_text(path) and posixpath.abspath(path) == path
-                if not is_plain or path in ("/", "/root", "/tmp"):
-                    raise ValidationError(
-                        field, path, "expected an absolute path, not '/', '/root' or '/tmp'"
-                    )
+            check_model("gpu", self.gpu, GPUS, self.LABEL)
+        names = list(self.volumes.values())
         for at, (path, name) in enumerate(self.volumes.items()):
-            check_object_name(f"volumes.{path}", name)
-            if name in list(self.volumes.values())[:at]:
+            if name in names[:at]:
                 expected = "expected a volume once: Modal mounts it in one place"
                 raise ValidationError(f"volumes.{path}", name, expected)
-        both = sorted(set(self.volumes) & set(self.buckets))
-        if both:
-            raise ValidationError("buckets", both[0], "expected another path: a volume is there")
         for path, bucket in self.buckets.items():
-            self._check_bucket(f"buckets.{path}", bucket)
-
-    def _check_bucket(self, field: str, bucket: Any) -> None:
-        if not isinstance(bucket, Bucket):
-            raise ValidationError(field, bucket, "expected a Bucket: bucket, prefix, secret, …")
-        if not is_text(bucket.bucket) or not bucket.bucket:
-            raise ValidationError(f"{field}.bucket", bucket.bucket, "expected the bucket's name")
-        if bucket.prefix is not None and not bucket.prefix.endswith("/"):
-            raise ValidationError(f"{field}.prefix", bucket.prefix, "expected one that ends in '/'")
-        if bucket.secret is not None:
-            check_object_name(f"{field}.secret", bucket.secret)
-        if bucket.requester_pays and bucket.secret is None:
-            raise ValidationError(f"{field}.requester_pays", True, "expected a secret too")
+            if path in self.volumes:
+                raise ValidationError("buckets", path, "expected another path: a volume is there")
+            if bucket.requester_pays and bucket.secret is None:
+                field = f"buckets.{path}.requester_pays"
+                raise ValidationError(field, True, "expected a secret too")
 
     def check(self, spec: TrainingSpec) -> None:
-        check_image("image", spec.image)
         super().check(spec)
-        gpu_of(spec.resources, self.gpu)
-        cores_of(spec, self)
-        mebibytes_of(spec, self)
+        self.gpu_of(spec)
 
-
-def check_object_name(field: str, name: object) -> None:
-    """As the client does it when it is too late."""
-    if not isinstance(name, str) or not OBJECT_NAME.fullmatch(name):
-        expected = "expected 1 to 64 letters, digits, '-', '_' or '.', as Modal names its objects"
-        raise ValidationError(field, name, expected)
-
-
-def check_image(field: str, image: object) -> None:
-    if image is None or type(image).__module__.partition(".")[0] == "modal":
-        return
-    if not is_text(image) or not image or str(image).split() != [image]:
-        raise ValidationError(
-            field, image, "expected the name of an image in a registry, or a modal.Image"
-        )
-
-
-def cores_of(spec: TrainingSpec, options: ModalOptions) -> float | None:
-    if spec.resources.cpu is None:
-        return options.cpu
-    cores = parse_quantity(spec.resources.cpu)
-    if cores < 0.125:
-        raise ValidationError("cpu", spec.resources.cpu, "expected at least 125m on Modal")
-    return cores
-
-
-def mebibytes_of(spec: TrainingSpec, options: ModalOptions) -> int | None:
-    if spec.resources.memory is None:
-        return options.memory
-    mebibytes = parse_quantity(spec.resources.memory) / MIB
-    if mebibytes < 128:
-        raise ValidationError("memory", spec.resources.memory, "expected at least 128Mi on Modal")
-    return round(mebibytes)
+    def gpu_of(self, spec: TrainingSpec) -> str | None:
+        """The GPUs of one rank in Modal's words: `H100:2`. Raises ValidationError for none."""
+        return gpu_for(spec.resources, GPUS, self.LABEL, usual=self.gpu)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from atoll.backends.base import RECORDS, labels_of, prefix_of
-from atoll.backends.modal.gpus import gpu_of
-from atoll.backends.modal.options import ModalOptions, cores_of, mebibytes_of
+from atoll.backends.modal.options import MIB, ModalOptions
+from atoll.backends.records import AttemptKey
 from atoll.core.status import Training
+from atoll.core.text import parse_quantity
 
 # The wrapper, which says by the id of its container where it runs: all have one host name.
 WRAPPER = (
@@ -19,42 +20,28 @@ WRAPPER = (
 LIFETIME_MARGIN_S = 60
 
 
-class SandboxRequest(NamedTuple):
-    """One sandbox, in plain data; `image` aside, which may be an object of the client."""
-
-    name: str
-    tags: dict[str, str]
-    command: list[str]
-    image: Any
-    timeout_s: int
-    gpu: str | None = None
-    cpu: float | None = None
-    memory: int | None = None
-
-
-def sandbox_name(uid: str, rank: int, attempt: int) -> str:
+def sandbox_name(uid: str, key: AttemptKey) -> str:
     """No two sandboxes that run have one name in an app: a start that is repeated is refused."""
-    return f"{uid[:32]}-r{rank}-a{attempt}"
+    return f"{uid[:32]}-r{key[0]}-a{key[1]}"
 
 
-def render_sandbox(
-    training: Training,
-    rank: int,
-    attempt: int,
-    options: ModalOptions,
-) -> SandboxRequest:
-    """The sandbox finds what it runs under the prefix of its records, and leaves its end there."""
+def render_sandbox(training: Training, key: AttemptKey, options: ModalOptions) -> dict[str, Any]:
+    """The arguments of `Sandbox.create` for one attempt; the image may be an object of the client.
+
+    It finds what it runs under the prefix of its records, and leaves its end there.
+    """
     spec, records = training.spec, prefix_of(training, options, RECORDS)
-    return SandboxRequest(
-        name=sandbox_name(training.uid, rank, attempt),
-        tags=labels_of(training.uid, (rank, attempt)),
-        command=[options.python, "-c", WRAPPER, records, str(rank), str(attempt)],
-        image=spec.image or options.image,
-        timeout_s=options.lifetime_s,
-        gpu=gpu_of(spec.resources, options.gpu),
-        cpu=cores_of(spec, options),
-        memory=mebibytes_of(spec, options),
-    )
+    cpu, memory = spec.resources.cpu, spec.resources.memory
+    return {
+        "name": sandbox_name(training.uid, key),
+        "tags": labels_of(training.uid, key),
+        "command": [options.python, "-c", WRAPPER, records, *map(str, key)],
+        "image": spec.image or options.image,
+        "timeout": options.lifetime_s,
+        "gpu": options.gpu_of(spec),
+        "cpu": options.cpu if cpu is None else parse_quantity(cpu),
+        "memory": options.memory if memory is None else round(parse_quantity(memory) / MIB),
+    }
 
 
 def planned_lifetime_s(options: ModalOptions, grace_s: float) -> float:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-from collections import Counter
-from collections.abc import Callable, Collection
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -14,33 +12,34 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ProfileNotFound
 
+from atoll.backends.records import Json
 from atoll.backends.sagemaker.options import SageMakerOptions
+from atoll.backends.service import ServiceClient, one_line
 from atoll.core.errors import Denied, Permanent, Temporary
-
-Json = dict[str, Any]
 
 PAGE = 100  # the most jobs that SageMaker lists in one answer
 CONFIG = Config(
     connect_timeout=10, read_timeout=30, retries={"mode": "standard", "total_max_attempts": 3}
 )
 IN_USE = ("ResourceInUse", "ResourceInUseException")
-MISSING = ("ResourceNotFound", "ResourceNotFoundException")
-REFUSED = ("ValidationException", "ValidationError", "InvalidParameterException")
+REFUSED = (
+    *("ValidationException", "ValidationError", "InvalidParameterException"),
+    *("ResourceNotFound", "ResourceNotFoundException"),
+)
 DENIED = (
-    "AccessDenied",
-    "AccessDeniedException",
-    "UnrecognizedClientException",
-    "InvalidClientTokenId",
-    "InvalidSignatureException",
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "OptInRequired",
+    *("AccessDenied", "AccessDeniedException", "UnrecognizedClientException", "OptInRequired"),
+    *("InvalidClientTokenId", "InvalidSignatureException"),
+    *("ExpiredToken", "ExpiredTokenException"),
 )
 HINT = "aws configure, AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
 
 class NameTaken(Exception):
     """A job of that name has been created before."""
+
+
+class Rejected(Permanent):
+    """SageMaker refuses the request as it is, or knows no such job."""
 
 
 def connect(options: SageMakerOptions) -> TrainingJobs:
@@ -53,27 +52,43 @@ def connect(options: SageMakerOptions) -> TrainingJobs:
             raise Permanent("SageMaker needs a region: the option region, or AWS_REGION")
         if session.get_credentials() is None:
             raise Permanent(f"SageMaker needs AWS credentials: {HINT}")
-        return TrainingJobs(session.client("sagemaker", config=CONFIG))
+        return TrainingJobs(session.client("sagemaker", config=CONFIG), options.starts)
     except ProfileNotFound as error:
         raise Permanent(f"profile: {error}: name one of ~/.aws/config") from error
     except BotoCoreError as error:
-        raise Permanent(f"SageMaker cannot be used: {_line(error)}") from error
+        raise Permanent(f"SageMaker cannot be used: {one_line(error)}") from error
 
 
-class TrainingJobs:
-    """The requests that atoll sends, and how many of each."""
+class TrainingJobs(ServiceClient):
+    """The requests that atoll sends."""
 
-    def __init__(self, client: Any) -> None:
+    ERRORS = (ClientError, BotoCoreError)
+
+    def __init__(self, client: Any, at_once: int) -> None:
+        super().__init__(at_once)
         self._client = client
-        self.requested: Counter[str] = Counter()
         self.region: str = client.meta.region_name
         # A store that is not Amazon's own is one for the ranks, too.
         self.store_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", "")
 
+    def translate(self, error: Exception, question: str) -> Exception:
+        if isinstance(error, NoCredentialsError):
+            return Permanent(f"SageMaker needs AWS credentials: {HINT}")
+        if not isinstance(error, ClientError):
+            return Temporary(f"SageMaker cannot be asked: {one_line(error)}")
+        code = str(error.response["Error"].get("Code", ""))
+        text = f"SageMaker: {code}: {one_line(error.response['Error'].get('Message', ''))}"
+        if code in IN_USE:
+            return NameTaken(text)
+        if code in DENIED:
+            return Denied(text)
+        if code in REFUSED:
+            return Rejected(text)
+        return Temporary(text, retry_after_s=30.0 if code == "ResourceLimitExceeded" else 5.0)
+
     async def create(self, request: Json) -> None:
         """Raises NameTaken for a name that is taken."""
-        if await self._ask(self._client.create_training_job, IN_USE, **request) is None:
-            raise NameTaken
+        await self.ask_thread(self._client.create_training_job, **request)
 
     async def summaries(self, stem: str, **since: datetime) -> tuple[list[Json], datetime | None]:
         """All jobs whose names contain `stem`, created or changed since: one question, in pages.
@@ -84,7 +99,7 @@ class TrainingJobs:
         at: datetime | None = None
         token: dict[str, str] = {}
         while True:
-            page = await self._ask(
+            page: Json = await self.ask_thread(
                 self._client.list_training_jobs,
                 NameContains=stem,
                 **since,
@@ -93,7 +108,6 @@ class TrainingJobs:
                 SortOrder="Ascending",
                 **token,
             )
-            assert page is not None
             match += page["TrainingJobSummaries"]
             date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
             at = at or (parsedate_to_datetime(date) if date else None)
@@ -102,43 +116,10 @@ class TrainingJobs:
             token = {"NextToken": page["NextToken"]}
 
     async def describe(self, name: str) -> Json:
-        return await self._ask(self._client.describe_training_job, TrainingJobName=name) or {}
+        job: Json = await self.ask_thread(self._client.describe_training_job, TrainingJobName=name)
+        return job
 
     async def stop(self, name: str) -> None:
         """Already ended, being stopped or unknown is success."""
-        ended = (*MISSING, *REFUSED)
-        await self._ask(self._client.stop_training_job, ended, TrainingJobName=name)
-
-    async def _ask(
-        self, call: Callable[..., Json], expected: Collection[str] = (), /, **arguments: Any
-    ) -> Json | None:
-        """The answer; None for an error of these codes. Other errors become ours."""
-        self.requested[call.__name__] += 1
-        try:
-            return await asyncio.to_thread(call, **arguments)
-        except ClientError as error:
-            if _code(error) in expected:
-                return None
-            raise _translated(error) from error
-        except NoCredentialsError as error:
-            raise Permanent(f"SageMaker needs AWS credentials: {HINT}") from error
-        except BotoCoreError as error:
-            raise Temporary(f"SageMaker cannot be asked: {_line(error)}") from error
-
-
-def _translated(error: ClientError) -> Exception:
-    code = _code(error)
-    text = f"SageMaker: {code}: {_line(error.response['Error'].get('Message', ''))}"
-    if code in DENIED:
-        return Denied(text)
-    if code in (*REFUSED, *MISSING):
-        return Permanent(text)
-    return Temporary(text, retry_after_s=30.0 if code == "ResourceLimitExceeded" else 5.0)
-
-
-def _code(error: ClientError) -> str:
-    return str(error.response["Error"].get("Code", ""))
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split())
+        with contextlib.suppress(Rejected):
+            await self.ask_thread(self._client.stop_training_job, TrainingJobName=name)

@@ -7,13 +7,13 @@ has no exit code, and SageMaker may start one a second time. One list answers fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from atoll.backends.base import StoreBackend
-from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey, JobState
+from atoll.backends.records import AttemptKey, JobState, Json
 from atoll.backends.sagemaker.client import NameTaken, TrainingJobs, connect
 from atoll.backends.sagemaker.options import STOP_S, SageMakerOptions
 from atoll.backends.sagemaker.read import lacks_capacity, read_end, read_summary
@@ -27,8 +27,6 @@ FULL_S = 600.0  # between two lists of all jobs: a page of 100 takes 10 ms to pa
 
 
 class _Gang:
-    """What this process knows of the jobs of one training."""
-
     def __init__(self) -> None:
         self.starts: dict[AttemptKey, int] = {}  # the newest start of each attempt
         self.newest: dict[AttemptKey, Json] = {}  # what the list had of it last
@@ -43,7 +41,7 @@ class SageMakerBackend(StoreBackend):
 
     name = "sagemaker"
     options_type = SageMakerOptions
-    SUPPORTS = SageMakerOptions.SUPPORTS
+    gang_type = _Gang
     eviction_s = float(STOP_S)
     job_variable = "TRAINING_JOB_NAME"
     unclaimed_hint = "does its image have Python and atoll[store], and may its role use the store?"
@@ -58,11 +56,9 @@ class SageMakerBackend(StoreBackend):
     ) -> None:
         super().__init__(options, clock=clock)
         self.jobs = jobs or connect(options)
-        self._gangs: dict[str, _Gang] = {}
-        self._turns_to_start = asyncio.Semaphore(options.starts)
 
-    @classmethod
-    def render(cls, training: Training, key: AttemptKey, options: SageMakerOptions) -> Json:
+    @staticmethod
+    def render(training: Training, key: AttemptKey, options: SageMakerOptions) -> Json:
         return render_job(training, key, options, region=options.region or "")
 
     async def probe(self) -> None:
@@ -72,7 +68,7 @@ class SageMakerBackend(StoreBackend):
         await asyncio.gather(*(self._start_one(training, (rank, attempt)) for rank in ranks))
 
     async def _start_one(self, training: Training, key: AttemptKey) -> None:
-        gang = self._gang(training)
+        gang: _Gang = self.gang(training)
         number = gang.starts.get(key, 0) + (key in gang.wanting)
         request = render_job(
             training,
@@ -82,16 +78,13 @@ class SageMakerBackend(StoreBackend):
             region=self.jobs.region,
             endpoint=self.jobs.store_endpoint,
         )
-        async with self._turns_to_start:
-            try:
-                await self.jobs.create(request)
-            except NameTaken:  # by this process or another one: the next list shows it
-                pass
+        with contextlib.suppress(NameTaken):  # by this process or another one: a list shows it
+            await self.jobs.create(request)
         gang.wanting.pop(key, None)
         gang.starts[key] = number
 
     async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
-        gang = self._gang(training)
+        gang: _Gang = self.gang(training)
         stem = stem_of(training.uid)
         now = time.monotonic()
         if gang.listed_at is not None and now < gang.full_at + FULL_S:
@@ -123,8 +116,8 @@ class SageMakerBackend(StoreBackend):
         name = summary["TrainingJobName"]
         if name not in gang.ends:
             gang.ends[name] = await self.jobs.describe(name)
-        end, reader = gang.ends[name], self._readers.get(training.uid)
-        if lacks_capacity(end) and not (reader is not None and reader.is_claimed(key)):
+        end = gang.ends[name]
+        if lacks_capacity(end) and key not in self.claims(training):
             since = gang.wanting.setdefault(key, time.monotonic())
             if time.monotonic() >= since + self.options.capacity_pause_s:
                 return None
@@ -134,21 +127,9 @@ class SageMakerBackend(StoreBackend):
         return read_end(end)
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
-        gang = self._gang(training)
+        gang: _Gang = self.gang(training)
         names = [job_name(training.uid, key, gang.starts.get(key, 0)) for key in attempts]
-        await asyncio.gather(*(self._stop_one(name) for name in names))
-
-    async def _stop_one(self, name: str) -> None:
-        async with self._turns_to_start:
-            await self.jobs.stop(name)
+        await asyncio.gather(*map(self.jobs.stop, names))
 
     def launch(self, training: Training) -> Json:
         return {**super().launch(training), "failure_file": FAILURE_FILE}
-
-    async def clear(self, training: Training, *, with_logs: bool) -> None:
-        if with_logs:
-            self._gangs.pop(training.uid, None)
-        await super().clear(training, with_logs=with_logs)
-
-    def _gang(self, training: Training) -> _Gang:
-        return self._gangs.setdefault(training.uid, _Gang())

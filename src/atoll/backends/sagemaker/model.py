@@ -11,13 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from atoll.backends.sagemaker.options import SageMakerOptions
-from atoll.backends.sagemaker.render import NAMES, render_job
+from atoll.backends.records import Json
 from atoll.core.errors import ValidationError
-from atoll.core.spec import TrainingSpec
-from atoll.core.status import Training
-
-Json = dict[str, Any]
 
 
 class RequestFlaw(NamedTuple):
@@ -26,27 +21,19 @@ class RequestFlaw(NamedTuple):
     expected: str
 
 
-def check_job(spec: TrainingSpec, options: SageMakerOptions) -> None:
-    """Raises ValidationError for what SageMaker would refuse of the longest request of a spec."""
-    longest = (spec.world_size.max - 1, spec.max_restarts)
-    untried = Training(namespace="x", uid="0" * 32, spec=spec)
-    request = render_job(untried, longest, options, region=options.region or "")
-    check_request("CreateTrainingJob", request, NAMES)
-
-
 def check_request(operation: str, request: Json, names: Mapping[str, str]) -> None:
     """Raises ValidationError for the first flaw. `names`: what callers call a part of a request."""
     for flaw in flaws_of(operation, request):
-        plain = re.sub(r"\[\d+\]", "", flaw.path)
-        parts = [plain[:end] for end in _ends(plain)]
-        name = next((names[part] for part in reversed(parts) if part in names), flaw.path)
-        raise ValidationError(name, flaw.value, flaw.expected)
+        part = re.sub(r"\[\d+\]", "", flaw.path)
+        while part and part not in names:
+            part = part.rpartition(".")[0]
+        raise ValidationError(names.get(part, flaw.path), flaw.value, flaw.expected)
 
 
 def flaws_of(operation: str, request: Json) -> Iterator[RequestFlaw]:
     from botocore.validate import ParamValidator
 
-    shape = _input_shape(operation)
+    shape = _model().operation_model(operation).input_shape
     yield from _walk(shape, request, "")
     report = ParamValidator().validate(request, shape)
     if report.has_errors():
@@ -61,55 +48,37 @@ def _model() -> Any:
     return botocore.session.get_session().get_service_model("sagemaker")
 
 
-def _input_shape(operation: str) -> Any:
-    return _model().operation_model(operation).input_shape
-
-
 def _walk(shape: Any, value: Any, path: str) -> Iterator[RequestFlaw]:
-    kind = shape.type_name
-    if kind == "structure":
-        for name, member in value.items():
-            yield from _walk(shape.members[name], member, f"{path}.{name}" if path else name)
-    elif kind == "list":
-        yield from _bounded(shape, len(value), value, path, "entries")
-        for at, member in enumerate(value):
-            yield from _walk(shape.member, member, f"{path}[{at}]")
-    elif kind == "map":
-        yield from _bounded(shape, len(value), value, path, "entries")
-        for key, member in value.items():
-            yield from _walk(shape.key, key, path)
-            yield from _walk(shape.value, member, f"{path}.{key}")
-    elif kind == "string":
-        yield from _text(shape, value, path)
-    elif kind in ("integer", "long", "float", "double"):
-        yield from _bounded(shape, value, value, path, "")
-
-
-def _text(shape: Any, value: str, path: str) -> Iterator[RequestFlaw]:
-    if shape.enum and value not in shape.enum:
-        near = [word for word in shape.enum if word.split(".")[:2] == value.split(".")[:2]]
-        detail = ", ".join(near or shape.enum[:8])
-        yield RequestFlaw(path, value, f"expected one of SageMaker's: {detail}")
-    yield from _bounded(shape, len(value), value, path, "characters")
-    pattern = shape.metadata.get("pattern")
-    if pattern and not _compiled(pattern).fullmatch(value):
-        yield RequestFlaw(path, value, f"expected what fits {pattern}")
+    match shape.type_name:
+        case "structure":
+            for name, member in value.items():
+                yield from _walk(shape.members[name], member, f"{path}.{name}".lstrip("."))
+        case "list":
+            yield from _bounded(shape, len(value), value, path, " entries")
+            for at, member in enumerate(value):
+                yield from _walk(shape.member, member, f"{path}[{at}]")
+        case "map":
+            yield from _bounded(shape, len(value), value, path, " entries")
+            for key, member in value.items():
+                yield from _walk(shape.key, key, path)
+                yield from _walk(shape.value, member, f"{path}.{key}")
+        case "string":
+            if shape.enum and value not in shape.enum:
+                near = [word for word in shape.enum if word.split(".")[:2] == value.split(".")[:2]]
+                known = ", ".join(near or shape.enum[:8])
+                yield RequestFlaw(path, value, f"expected one of SageMaker's: {known}")
+            yield from _bounded(shape, len(value), value, path, " characters")
+            # Classes such as `\p{L}`, which Python lacks, become a little wider.
+            pattern = re.sub(r"\\p\{\w+\}", r"\\w\\s", shape.metadata.get("pattern", ""))
+            if pattern and not re.fullmatch(pattern, value, re.DOTALL):
+                yield RequestFlaw(path, value, f"expected what fits {shape.metadata['pattern']}")
+        case "integer" | "long" | "float" | "double":
+            yield from _bounded(shape, value, value, path, "")
 
 
 def _bounded(shape: Any, size: float, value: Any, path: str, unit: str) -> Iterator[RequestFlaw]:
-    detail = f" {unit}" if unit else ""
     low, high = shape.metadata.get("min"), shape.metadata.get("max")
     if low is not None and size < low:
-        yield RequestFlaw(path, value, f"expected at least {low}{detail}")
+        yield RequestFlaw(path, value, f"expected at least {low}{unit}")
     if high is not None and size > high:
-        yield RequestFlaw(path, value, f"expected at most {high}{detail}, got {size}")
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """Classes such as `\\p{L}`, which Python lacks, become a little wider."""
-    return re.compile(re.sub(r"\\p\{\w+\}", r"\\w\\s", pattern), re.DOTALL)
-
-
-def _ends(path: str) -> list[int]:
-    return [*(at for at, letter in enumerate(path) if letter == "."), len(path)]
+        yield RequestFlaw(path, value, f"expected at most {high}{unit}, got {size}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from atoll.backends.base import StoreOptions, separate_jobs
 from atoll.backends.sagemaker.instances import instance_for
-from atoll.core.checks import check_choice, check_strings, is_text
+from atoll.core.checks import Pattern
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.ports import ignore, refuse
@@ -34,13 +33,23 @@ SUPPORTS = (
         "provider_filter", "expected none: the executor options region and subnets choose the place"
     ),
     ignore("topology_spread", "each rank is a job of its own, which SageMaker places"),
+    refuse(
+        "min_gpu_memory_gb",
+        "expected gpu_models, which says how much a GPU has",
+        when=lambda spec, options: not spec.resources.gpu_models,
+    ),
+    refuse(
+        "gpu_count",
+        "expected gpu_models too, or the executor option instance_type",
+        when=lambda spec, options: not (spec.resources.gpu_models or options.instance_type),
+    ),
     *(
         ignore(
             field,
             lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
             when=lambda spec, options: bool(spec.resources.gpu_models or options.instance_type),
         )
-        for field in ("cpu", "memory", "min_gpu_memory_gb")
+        for field in ("cpu", "memory")
     ),
     ignore(
         "gpu_count",
@@ -49,18 +58,22 @@ SUPPORTS = (
     ),
 )
 InputMode = Literal["File", "FastFile", "Pipe"]
-_S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/\S*)?")
+S3Uri = Annotated[
+    str, Pattern(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/\S*)?", "expected s3://bucket/prefix")
+]
+
+
+TagName = Annotated[
+    str, Pattern(r"(?!atoll-|aws:)[\s\S]*", "expected another name: it is reserved")
+]
 
 
 class InputChannel(SpecModel, frozen=True):
     """Data in S3 that ranks find in `/opt/ml/input/data/NAME`."""
 
-    uri: str
+    uri: S3Uri
     mode: InputMode = "File"
     content_type: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("mode", self.mode, InputMode)
 
 
 class SageMakerOptions(StoreOptions, frozen=True):
@@ -71,22 +84,25 @@ class SageMakerOptions(StoreOptions, frozen=True):
     OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
     STORES = ("s3://",)
 
+    store: S3Uri | None = None
     role: str = ""  # the ARN of the role that jobs run as
     region: str | None = None
     profile: str | None = None  # of the AWS configuration files
     instance_type: str | None = None  # of ranks that name no GPU
     volume_gb: Annotated[int, Meta(ge=1, le=16_384)] = 30
     kms_key: str | None = None  # for the volume and the output
-    output: str | None = None  # where SageMaker puts /opt/ml/model; unset: in the store
+    output: S3Uri | None = None  # where SageMaker puts /opt/ml/model; unset: in the store
     subnets: list[str] = []
     security_groups: list[str] = []
     is_spot: bool = False
     max_wait_s: Annotated[int, Meta(ge=1, le=MAX_S)] | None = None  # with the time it runs
     max_runtime_s: Annotated[int, Meta(ge=60, le=MAX_S)] = 86_400
-    checkpoints: str | None = None  # S3; a folder of it for each rank
-    checkpoint_path: str = "/opt/ml/checkpoints"
+    checkpoints: S3Uri | None = None  # S3; a folder of it for each rank
+    checkpoint_path: Annotated[str, Pattern("/.*", "expected an absolute path")] = (
+        "/opt/ml/checkpoints"
+    )
     warm_pool_s: Annotated[int, Meta(ge=1, le=WARM_S)] | None = None
-    tags: dict[str, str] = {}
+    tags: dict[TagName, str] = {}
     channels: dict[str, InputChannel] = {}
     env: dict[str, str] = {}  # of the job, where values have 512 characters
     install: str | None = None  # for pip, where the image has no atoll: "atoll[store]"
@@ -95,27 +111,9 @@ class SageMakerOptions(StoreOptions, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("store", "output", "checkpoints"):
-            check_s3(field, getattr(self, field))
-        for field in ("subnets", "security_groups"):
-            check_strings(field, getattr(self, field))
         if bool(self.subnets) != bool(self.security_groups):
             field = "security_groups" if self.subnets else "subnets"
             raise ValidationError(field, [], "expected subnets and security_groups, or neither")
-        for name, channel in self.channels.items():
-            if not isinstance(channel, InputChannel):
-                expected = "expected an InputChannel: uri, mode, content_type"
-                raise ValidationError(f"channels.{name}", channel, expected)
-            check_s3(f"channels.{name}.uri", channel.uri)
-        self._check_times()
-        for name in self.tags:
-            if name.startswith(("atoll-", "aws:")):
-                raise ValidationError("tags", name, "expected another name: it is reserved")
-        if not self.checkpoint_path.startswith("/"):
-            expected = "expected an absolute path"
-            raise ValidationError("checkpoint_path", self.checkpoint_path, expected)
-
-    def _check_times(self) -> None:
         if self.is_spot and self.warm_pool_s is not None:
             expected = "expected none with is_spot: SageMaker keeps no spot instances"
             raise ValidationError("warm_pool_s", self.warm_pool_s, expected)
@@ -132,15 +130,10 @@ class SageMakerOptions(StoreOptions, frozen=True):
             raise ValidationError("role", self.role, expected)
         self.instance_of(spec)
         super().check(spec)
-        from atoll.backends.sagemaker.model import check_job
+        from atoll.backends.sagemaker.render import check_job
 
         check_job(spec, self)
 
     def instance_of(self, spec: TrainingSpec) -> str:
         """The type of the instance that a rank has. Raises ValidationError if there is none."""
         return instance_for(spec.resources, self.instance_type)
-
-
-def check_s3(field: str, uri: object) -> None:
-    if uri is not None and not (is_text(uri) and _S3.fullmatch(str(uri))):
-        raise ValidationError(field, uri, "expected s3://bucket/prefix")

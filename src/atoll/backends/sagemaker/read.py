@@ -6,14 +6,11 @@ or why it was ended.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from atoll.backends.records import JobState
+from atoll.backends.records import JobState, Json
 from atoll.core.phase import ExitReason
 
-Json = dict[str, Any]
-
-State = Literal["pending", "running", "ended"]
 # Of a job that is in progress, by its secondary status.
 BEFORE = {
     "Starting": "SageMaker is starting it",

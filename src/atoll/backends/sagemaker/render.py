@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from typing import Any
 
 from atoll.backends.base import UID, labels_of, wrapper_command
-from atoll.backends.records import AttemptKey
-from atoll.backends.sagemaker.instances import instance_for
+from atoll.backends.records import AttemptKey, Json
+from atoll.backends.sagemaker.model import check_request
 from atoll.backends.sagemaker.options import MAX_S, SageMakerOptions
+from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-
-Json = dict[str, Any]
 
 TRAINING = "atoll-training"
 # By which the end that SageMaker makes is after the one that atoll makes.
@@ -87,7 +85,7 @@ def render_job(
             **_container(training, key, options),
         },
         "ResourceConfig": {
-            "InstanceType": instance_for(spec.resources, options.instance_type),
+            "InstanceType": options.instance_of(spec),
             "InstanceCount": 1,
             "VolumeSizeInGB": options.volume_gb,
         },
@@ -131,6 +129,14 @@ def render_job(
     if options.channels:
         request["InputDataConfig"] = [_channel(name, options) for name in options.channels]
     return request
+
+
+def check_job(spec: TrainingSpec, options: SageMakerOptions) -> None:
+    """Raises ValidationError for what SageMaker would refuse of the longest request of a spec."""
+    longest = (spec.world_size.max - 1, spec.max_restarts)
+    untried = Training(namespace="x", uid="0" * 32, spec=spec)
+    request = render_job(untried, longest, options, region=options.region or "")
+    check_request("CreateTrainingJob", request, NAMES)
 
 
 def runtime_s(training: Training, options: SageMakerOptions) -> int:

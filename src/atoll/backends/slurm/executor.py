@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atoll.agent.wrapper import code_root
-from atoll.backends.base import FolderBackend, run_command
+from atoll.backends.base import FolderBackend
 from atoll.backends.launch import RankLayout
-from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey, JobState, Timing
+from atoll.backends.records import AttemptKey, JobState, Json, Timing, best_jobs
+from atoll.backends.service import run_command
 from atoll.backends.slurm.options import SlurmOptions
-from atoll.backends.slurm.read import SQUEUE, QueuedTask, best_of, read_queue
+from atoll.backends.slurm.read import SQUEUE, QueuedTask, read_queue
 from atoll.backends.slurm.render import (
     chunks,
     command_env,
@@ -35,6 +35,10 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 
 COMMANDS = ("sbatch", "squeue", "scancel")
+NOT_FOUND = (
+    "not found: run this where Slurm's commands are, such as a login node, or install them "
+    "(Debian: apt-get install slurm-client)"
+)
 # What sbatch says of requests that it will refuse at any time; everything else may pass.
 REFUSALS = re.compile(
     r"not available|invalid|can ?not be satisfied|unrecognized option|not permitted|"
@@ -66,7 +70,6 @@ class SlurmBackend(FolderBackend):
 
     name = "slurm"
     options_type = SlurmOptions
-    SUPPORTS = SlurmOptions.SUPPORTS
     job_variable = "SLURM_JOB_ID"
     eviction_s = KILL_WAIT_S
     options: SlurmOptions
@@ -83,7 +86,9 @@ class SlurmBackend(FolderBackend):
         self._has_read_limits = False
 
     def check_machine(self) -> None:
-        check_installed()
+        for command in COMMANDS:
+            if shutil.which(command) is None:
+                raise Permanent(f"{command} {NOT_FOUND}")
 
     @classmethod
     def preview(cls, options: SlurmOptions, home: PlaneContext, training: Training) -> str:
@@ -127,7 +132,8 @@ class SlurmBackend(FolderBackend):
                 raise _refusal(trouble)
 
     async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
-        return best_of([t for t in await self._ask_queue() if t.uid == training.uid])
+        tasks = await self._ask_queue()
+        return best_jobs((t.key, t.job) for t in tasks if t.uid == training.uid)
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
         """By the job's id and name: ids are given out again when Slurm has lost its state."""
@@ -213,21 +219,7 @@ class SlurmBackend(FolderBackend):
         try:
             return await run_command(*arguments, env=env, stdin=stdin)
         except FileNotFoundError:
-            raise Permanent(_not_found(arguments[0])) from None
-
-
-def check_installed() -> None:
-    """Raises Permanent, with what to do, where Slurm's commands are missing."""
-    for command in COMMANDS:
-        if shutil.which(command) is None:
-            raise Permanent(_not_found(command))
-
-
-def _not_found(command: str) -> str:
-    return (
-        f"{command} not found: run this where Slurm's commands are, such as a login node, or "
-        "install them (Debian: apt-get install slurm-client)"
-    )
+            raise Permanent(f"{arguments[0]} {NOT_FOUND}") from None
 
 
 def _refusal(trouble: str) -> Permanent | Temporary:

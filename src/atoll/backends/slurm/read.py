@@ -6,7 +6,7 @@ from release to release.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from atoll.backends.records import AttemptKey, JobState
 from atoll.backends.slurm.render import read_job_name
@@ -16,21 +16,16 @@ from atoll.core.phase import ExitReason
 # A reason may hold anything, so it is last. A colon without a size prints a field in full.
 FIELDS = "ArrayJobID ArrayTaskID State RestartCnt exit_code Partition NodeList Name Reason".split()
 SQUEUE = ("squeue", "-h", "-r", "--states=all", "-O", ":|,".join(FIELDS) + ":")
-PENDING = frozenset(
-    {
-        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
-        *("SPECIAL_EXIT", "POWER_UP_NODE"),
-    }
-)
-# Processes may run in all of these, whatever the exit code next to it says.
-RUNNING = frozenset(
-    {
-        *("RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"),
-        "UPDATE_DB",
-    }
-)
-PAUSED = frozenset({"SUSPENDED", "STOPPED"})
-REQUEUED = frozenset({"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+PAUSED = ("SUSPENDED", "STOPPED")
+REQUEUED = ("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+# What a state of Slurm means; all others are ends. Processes may run in what is `running` here,
+# whatever the exit code next to it says.
+STATES: dict[str, Literal["pending", "running", "ended"]] = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "RESV_DEL_HOLD", "POWER_UP_NODE"), "pending"),
+    **dict.fromkeys(REQUEUED, "pending"),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"), "running"),
+    **dict.fromkeys(("UPDATE_DB", *PAUSED), "running"),
+}
 # What Slurm did to a job, by its name for it. Everything else that ended, ended by itself.
 CAUSES = {
     "NODE_FAIL": ExitReason.HOST_LOST,
@@ -86,25 +81,26 @@ def _task(line: str) -> QueuedTask | None:
 def job_of(
     state: str, restarts: str, code: str, partition: str, nodes: str, reason: str
 ) -> JobState:
-    is_repeated = restarts not in ("", "0") or state in REQUEUED
+    kind, host = STATES.get(state, "ended"), nodes if nodes not in NO_REASON else None
     why = "" if reason in NO_REASON else reason
-    host = nodes if nodes not in NO_REASON else None
     message = f"Slurm: {state}" + (f" ({why})" if why else "")
-    if state in RUNNING:
-        is_paused = state in PAUSED
-        return JobState("running", "", message, host, is_paused=is_paused, is_repeated=is_repeated)
-    if state in PENDING:
-        waits = f"in the queue of {partition or 'Slurm'}"
-        message = f"{waits}: {why}" if why else waits
-        return JobState("pending", "", message, None, is_repeated=is_repeated)
-    cause = CAUSES[state].value if state in CAUSES else ""
-    if detail := exit_status(code):
+    if kind == "pending":
+        host, message = (
+            None,
+            f"in the queue of {partition or 'Slurm'}" + (f": {why}" if why else ""),
+        )
+    elif kind == "ended" and (detail := exit_status(code)):
         message += f", {detail}"
-    # A host that could not launch it has it cancelled, as one does that knows another job of the
-    # same id. Somebody else's scancel of a job that waits finds it without a host.
-    is_withdrawn = state == "CANCELLED" and host is not None
     return JobState(
-        "ended", cause, message, host, is_repeated=is_repeated, is_withdrawn=is_withdrawn
+        kind,
+        str(CAUSES.get(state, "")),
+        message,
+        host,
+        is_paused=state in PAUSED,
+        is_repeated=restarts not in ("", "0") or state in REQUEUED,
+        # A host that could not launch it has it cancelled, as one does that knows another job of
+        # the same id. Somebody else's scancel of a job that waits finds it without a host.
+        is_withdrawn=state == "CANCELLED" and host is not None,
     )
 
 
@@ -121,18 +117,3 @@ def exit_status(text: str) -> str:
     if raw & 0xFF == 0 and raw < 0x10000:
         return f"exit status {raw >> 8}"
     return f"error {raw} of Slurm"
-
-
-def best_of(tasks: list[QueuedTask]) -> dict[AttemptKey, JobState]:
-    """One state for each attempt: an attempt may have been submitted twice."""
-    jobs: dict[AttemptKey, JobState] = {}
-    for task in tasks:
-        before = jobs.get(task.key)
-        if before is None or _weight(task.job) > _weight(before):
-            jobs[task.key] = task.job
-    return jobs
-
-
-def _weight(job: JobState) -> tuple[bool, bool, bool, bool]:
-    """What was given up says nothing once the attempt was submitted again."""
-    return job.is_active, job.state == "running", not job.is_withdrawn, bool(job.reason)

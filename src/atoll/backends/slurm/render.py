@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from atoll.backends.base import LOG_FILE, LOGS, RECORDS, WRAPPER
-from atoll.backends.slurm.options import SlurmOptions
+from atoll.backends.slurm.options import NAMED, SlurmOptions
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 from atoll.core.text import parse_quantity
@@ -84,8 +84,8 @@ def render_script(
         *_resources(spec, options),
         *(
             f"--{field}={value}"
-            for field in ("partition", "account", "qos", "constraint", "reservation", "time")
-            if (value := getattr(options, field)) is not None
+            for field in NAMED
+            if field != "gres" and (value := getattr(options, field)) is not None
         ),
         *options.sbatch,
     ]
@@ -151,14 +151,10 @@ def render_command(
         return list(command)
     mounts = [f"{folder}:{folder}", *options.container_mounts]
     if options.container == "pyxis":
-        arguments = ["srun", "--ntasks=1", "--export=ALL", f"--container-image={spec.image}"]
-        arguments.append(f"--container-mounts={','.join(mounts)}")
-        if workdir:
-            arguments.append(f"--container-workdir={workdir}")
-        return [*arguments, *command]
-    arguments = ["apptainer", "exec", *(["--nv"] if spec.resources.gpu_count else [])]
-    for mount in mounts:
-        arguments += ["--bind", mount]
-    if workdir:
-        arguments += ["--pwd", workdir]
-    return [*arguments, spec.image, *command]
+        inside = [f"--container-workdir={workdir}"] if workdir else []
+        srun = ["srun", "--ntasks=1", "--export=ALL", f"--container-image={spec.image}"]
+        return [*srun, f"--container-mounts={','.join(mounts)}", *inside, *command]
+    binds = [part for mount in mounts for part in ("--bind", mount)]
+    gpus = ["--nv"] if spec.resources.gpu_count else []
+    inside = ["--pwd", workdir] if workdir else []
+    return ["apptainer", "exec", *gpus, *binds, *inside, spec.image, *command]

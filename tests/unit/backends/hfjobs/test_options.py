@@ -52,7 +52,7 @@ def test_the_smallest_flavor_that_fits(needs: dict[str, Any], flavor: str) -> No
 )
 def test_what_no_flavor_has_is_named(needs: dict[str, Any], usual: str | None, field: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        flavor_for(Resources(**needs), usual)
+        HFJobsOptions(image="i", flavor=usual).check(replace(SPEC, resources=Resources(**needs)))
     assert refused.value.field == field
 
 
@@ -66,7 +66,7 @@ def test_a_flavor_of_the_executor_counts_where_no_gpu_is_named() -> None:
         ({"flavor": "cpu-huge"}, "flavor"),
         ({"store": "file:///x"}, "store"),
         ({"store": "hf://buckets/a"}, "store"),
-        ({"secrets": ["A B"]}, "secrets"),
+        ({"secrets": ["A B"]}, "secrets[0]"),
         ({"env": {"A=B": "1"}}, "env"),
         ({"max_runtime_s": 1}, "max_runtime_s"),
     ],

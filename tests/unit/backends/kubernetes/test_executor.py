@@ -16,7 +16,6 @@ from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.core.errors import Denied, ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState
-from atoll.replicas.jobs import ScriptJobs
 from tests.unit.backends.kubernetes.kube import Json, training
 
 SPEC: TrainingSpec = training().spec
@@ -41,10 +40,10 @@ class Server:
         answer["metadata"] = {**answer.get("metadata", {}), **stored}
         return httpx2.Response(code, json=answer)
 
-    def backend(self, kind: type[KubernetesBackend] = KubernetesBackend, **options: Any) -> Any:
+    def backend(self, **options: Any) -> Any:
         transport = httpx2.MockTransport(self)
         client = httpx2.AsyncClient(transport=transport, base_url="http://cluster")
-        return kind(cluster=Cluster(client), **options)
+        return KubernetesBackend(cluster=Cluster(client), **options)
 
 
 def invalid(field: str, reason: str) -> tuple[int, Json]:
@@ -121,8 +120,10 @@ def test_a_quota_or_a_server_that_is_away_refuses_no_training_and_stops_a_launch
     server = Server(lambda kind, body: (code, {"message": "exceeded quota", "code": code}))
     asyncio.run(server.backend().dry_run(SPEC, "team-a"))
     if code == 403:
+        launch = server.backend(image="i:1")
+        launch.is_shared = True
         with pytest.raises(Denied, match="exceeded quota"):
-            asyncio.run(server.backend(ScriptJobs, image="i:1").dry_run(SPEC, "team-a"))
+            asyncio.run(launch.dry_run(SPEC, "team-a"))
 
 
 def test_a_server_that_hangs_holds_no_create_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,16 @@ import pytest
 
 from atoll.backends.modal.client import AlreadyStarted, Sandboxes, answer
 from atoll.backends.modal.options import Bucket, ModalOptions
-from atoll.backends.modal.render import SandboxRequest
 from atoll.core.errors import Permanent, Temporary
 from tests.support.modal_stand_in import ModalStandIn, StandInSandbox
 
 SLEEP = ["sleep", "600"]
 
 
-def request(command: list[str], *, rank: int = 0, attempt: int = 0, **more: Any) -> SandboxRequest:
+def request(command: list[str], *, rank: int = 0, attempt: int = 0, **more: Any) -> dict[str, Any]:
     tags = {"atoll-uid": "u1", "atoll-rank": str(rank), "atoll-attempt": str(attempt)}
-    fields: dict[str, Any] = {"image": "python:3.11-slim", "timeout_s": 60, **more}
-    return SandboxRequest(f"u1-r{rank}-a{attempt}", tags, command, **fields)
+    name, image = f"u1-r{rank}-a{attempt}", "python:3.11-slim"
+    return {"name": name, "tags": tags, "command": command, "image": image, "timeout": 60, **more}
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -53,8 +52,7 @@ def test_a_sandbox_lives_and_ends_with_its_own_code(
         await ended(stand_in.sandboxes[other])
         end = await boxes.end_of(id=other)
         assert end is not None
-        assert (end.code, end.reason) == (7, "")
-        assert end.detail == "Modal says failure, exit code 7"
+        assert (end.reason, end.message) == ("", "Modal says failure, exit code 7")
 
     asyncio.run(run())
 
@@ -137,7 +135,7 @@ def test_terminated_says_nothing_of_the_code(stand_in: ModalStandIn) -> None:
         assert sandbox.returncode == 137
         end = await boxes.end_of(id=made)
         assert end is not None
-        assert (end.code, end.reason) == (None, "Deleted")
+        assert (end.reason, end.message) == ("Deleted", "Modal says terminated")
         await boxes.terminate(made)
 
     asyncio.run(run())
@@ -148,13 +146,13 @@ def test_timed_out_says_nothing_of_the_code(stand_in: ModalStandIn) -> None:
 
     async def run() -> None:
         boxes = Sandboxes(ModalOptions())
-        made = await boxes.create(request(SLEEP, timeout_s=1))
+        made = await boxes.create(request(SLEEP, timeout=1))
         await ended(stand_in.sandboxes[made])
         sandbox = await modal.Sandbox.from_id.aio(made)
         assert sandbox.returncode == 124
         end = await boxes.end_of(id=made)
         assert end is not None
-        assert (end.code, end.reason) == (None, "TimeLimit")
+        assert (end.reason, end.message) == ("TimeLimit", "Modal says timeout")
 
     asyncio.run(run())
 
@@ -179,7 +177,8 @@ def test_the_wire_knows_more_than_the_code(
         await ended(box)
         end = await boxes.end_of(id=made)
         assert end is not None
-        assert (end.code, end.reason) == (137, reason)
+        assert end.reason == reason
+        assert "exit code 137" in end.message
 
     asyncio.run(run())
 
@@ -193,7 +192,7 @@ def test_an_ended_sandbox_is_in_no_list(stand_in: ModalStandIn) -> None:
         assert (await boxes.end_of(id=made)) is not None
         by_name = await boxes.end_of(name="u1-r0-a0")
         assert by_name is not None
-        assert by_name.code == 0
+        assert by_name.message == "Modal says success, exit code 0"
 
     asyncio.run(run())
 
@@ -209,7 +208,7 @@ def test_a_listing_is_one_question_and_one_page_of_it(stand_in: ModalStandIn) ->
         stand_in.calls.clear()
         assert await boxes.running({"atoll-uid": "u1"}, made) == made
         assert stand_in.calls == {"SandboxListV2": 2}
-        assert boxes.questions["list"] == 2
+        assert boxes.questions["running"] == 2
 
     asyncio.run(run())
 

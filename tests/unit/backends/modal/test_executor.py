@@ -145,9 +145,9 @@ def test_a_look_is_one_question_however_many_ranks(uri: str, stand_in: ModalStan
             there.backend.sandboxes.questions.clear()
             there.backend._listings.clear()  # it asks, whatever the records say
             observation = await there.backend.observe(now)
-            looks = there.backend.sandboxes.questions["list"]
+            looks = there.backend.sandboxes.questions["running"]
             assert len(observation.ranks) == 4
-            assert set(there.backend.sandboxes.questions) == {"list"}
+            assert set(there.backend.sandboxes.questions) == {"running"}
             assert stand_in.calls["SandboxListV2"] == looks
             await there.change(now, cancel=True)
             await there.until_over(training)

@@ -74,7 +74,7 @@ def test_a_table_of_the_configuration_is_read() -> None:
         ({"buckets": {"/a": "b"}}, "buckets./a"),
         ({"region": ""}, "region"),
         ({"region": []}, "region"),
-        ({"region": [""]}, "region"),
+        ({"region": [""]}, "region[0]"),
         ({"gpu": "H1000"}, "gpu"),
         ({"cpu": 0.1}, "cpu"),
         ({"memory": 64}, "memory"),
@@ -133,3 +133,19 @@ def test_records_are_in_the_store_of_the_executor_or_beside_the_rendezvous() -> 
 
 def test_an_image_may_be_an_object_of_the_client() -> None:
     ModalOptions(image=modal.Image.debian_slim()).check(spec())
+
+
+@pytest.mark.parametrize(
+    ("needs", "default", "name"),
+    [
+        ({}, "H100", None),
+        ({"gpu_count": 1, "gpu_models": ["H100"]}, None, "H100"),
+        ({"gpu_count": 8, "gpu_models": ["h200"]}, None, "H200:8"),
+        ({"gpu_count": 2, "gpu_models": ["A10G"]}, None, "A10:2"),
+        ({"gpu_count": 2}, "B200", "B200:2"),
+        ({"gpu_count": 1, "gpu_models": ["A100"], "min_gpu_memory_gb": 80}, None, "A100-80GB"),
+        ({"gpu_count": 1, "gpu_models": ["A100"], "min_gpu_memory_gb": 40}, None, "A100"),
+    ],
+)
+def test_gpus_in_modals_words(needs: dict[str, Any], default: str | None, name: str) -> None:
+    assert ModalOptions(gpu=default).gpu_of(spec(resources=Resources(**needs))) == name

@@ -44,8 +44,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_asked_for(name: str, pytestconfig: pytest.Config) -> None:
     training, options = CASES[name]
-    made = render_sandbox(training, 1, 2, options)
-    rendered = json.dumps(made._asdict(), indent=2) + "\n"
+    made = render_sandbox(training, (1, 2), options)
+    rendered = json.dumps(made, indent=2) + "\n"
     path = GOLDEN / f"{name}.json"
     if pytestconfig.getoption("--update-golden"):
         path.write_text(rendered)
@@ -56,22 +56,22 @@ RECORDS = "s3://bucket/atoll-ranks/0123456789abcdef0123456789abcdef/records"
 
 
 def test_a_sandbox_is_named_after_its_attempt_and_lives_as_long_as_modal_lets_it() -> None:
-    made = render_sandbox(TRAINING, 1, 3, ModalOptions(image="img:1", store="s3://bucket"))
-    assert made.name == "0123456789abcdef0123456789abcdef-r1-a3"
-    assert made.tags == {
+    made = render_sandbox(TRAINING, (1, 3), ModalOptions(image="img:1", store="s3://bucket"))
+    assert made["name"] == "0123456789abcdef0123456789abcdef-r1-a3"
+    assert made["tags"] == {
         "atoll-uid": TRAINING.uid,
         "atoll-rank": "1",
         "atoll-attempt": "3",
     }
-    assert made.image == "img:1"
-    assert made.command == ["python3", "-c", WRAPPER, RECORDS, "1", "3"]
-    assert (made.gpu, made.cpu, made.memory) == ("H100:2", 1.5, 2048)
-    assert made.timeout_s == MAX_LIFETIME_S, "the client's own default is 300 s"
+    assert made["image"] == "img:1"
+    assert made["command"] == ["python3", "-c", WRAPPER, RECORDS, "1", "3"]
+    assert (made["gpu"], made["cpu"], made["memory"]) == ("H100:2", 1.5, 2048)
+    assert made["timeout"] == MAX_LIFETIME_S, "the client's own default is 300 s"
 
 
 def test_the_longest_name_fits() -> None:
-    made = render_sandbox(TRAINING, 9_999, 1_000_000, ModalOptions(store="s3://b"))
-    assert len(made.name) <= 64
+    made = render_sandbox(TRAINING, (9_999, 1_000_000), ModalOptions(store="s3://b"))
+    assert len(made["name"]) <= 64
 
 
 def test_a_rank_makes_room_before_its_sandbox_ends() -> None:

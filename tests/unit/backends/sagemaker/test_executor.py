@@ -331,9 +331,9 @@ def test_one_question_answers_for_the_whole_gang(stand_in: SageMakerStandIn, uri
             await here.backend.list_jobs(made)
             assert stand_in.calls["ListTrainingJobs"] >= 1
             assert set(stand_in.calls) == {"ListTrainingJobs"}
-            here.backend.jobs.requested.clear()
+            here.backend.jobs.questions.clear()
             await here.backend.list_jobs(made)
-            assert here.backend.jobs.requested["list_training_jobs"] >= 1
+            assert here.backend.jobs.questions["list_training_jobs"] >= 1
             await here.change(made, cancel=True)
             await here.until_over(made)
 

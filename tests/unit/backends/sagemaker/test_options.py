@@ -9,6 +9,7 @@ import pytest
 from atoll.backends.sagemaker.options import InputChannel, SageMakerOptions
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
+from atoll.core.spec import Resources, TrainingSpec, WorldSize
 
 
 @pytest.mark.parametrize(
@@ -44,5 +45,22 @@ def test_a_table_of_the_file_is_read() -> None:
     }
     options = options_of(SageMakerOptions, table)
     assert options.channels["train"].mode == "FastFile"
-    with pytest.raises(ValidationError, match="mode"):
-        InputChannel(uri="s3://b", mode="Slow")  # type: ignore[arg-type]
+    slow = InputChannel(uri="s3://bucket", mode="Slow")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="channels.train.mode"):
+        SageMakerOptions(channels={"train": slow})
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        (Resources(gpu_count=1), "gpu_count: 1.*instance_type"),
+        (Resources(min_gpu_memory_gb=40), "min_gpu_memory_gb: 40.*gpu_models"),
+    ],
+)
+def test_a_gpu_without_a_name_is_refused(needs: Resources, words: str) -> None:
+    options = SageMakerOptions(role="r", image="i", store="s3://bucket/runs")
+    spec = TrainingSpec(
+        name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"], resources=needs
+    )
+    with pytest.raises(ValidationError, match=words):
+        options.check(spec)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import botocore.session
 import pytest
 
-from atoll.backends.sagemaker.read import State, lacks_capacity, read_end, read_summary
+from atoll.backends.sagemaker.read import lacks_capacity, read_end, read_summary
 from atoll.core.phase import ExitReason
 
 
@@ -39,7 +39,7 @@ def test_every_state_of_the_model_has_a_meaning() -> None:
     model = botocore.session.get_session().get_service_model("sagemaker")
     for status in model.shape_for("TrainingJobStatus").enum:
         for second in model.shape_for("SecondaryStatus").enum:
-            assert read_summary(summary(status, second)).state in get_args(State)
+            assert read_summary(summary(status, second)).state in ("pending", "running", "ended")
 
 
 @pytest.mark.parametrize(

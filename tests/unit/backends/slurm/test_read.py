@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.backends.records import JobState
-from atoll.backends.slurm.read import FIELDS, SQUEUE, best_of, exit_status, read_queue
+from atoll.backends.records import AttemptKey, JobState, best_jobs
+from atoll.backends.slurm.read import FIELDS, SQUEUE, exit_status, read_queue
 from atoll.core.errors import Temporary
 
 TASK = {
@@ -28,6 +28,10 @@ def line(**more: str) -> str:
 def job(**more: str) -> JobState:
     (task,) = read_queue(0, line(**more), "")
     return task.job
+
+
+def best(out: str) -> dict[AttemptKey, JobState]:
+    return best_jobs((task.key, task.job) for task in read_queue(0, out, ""))
 
 
 def test_fields_are_asked_for_in_full_and_in_this_order() -> None:
@@ -130,9 +134,9 @@ def test_exit_states_of_scripts(value: str, words: str) -> None:
 def test_of_two_jobs_for_one_attempt_the_active_one_counts() -> None:
     ended, running = line(State="FAILED"), line(State="RUNNING")
     for both in (ended + running, running + ended):
-        assert best_of(read_queue(0, both, ""))[1, 0].state == "running"
+        assert best(both)[1, 0].state == "running"
     named = line(State="PREEMPTED")
-    assert best_of(read_queue(0, ended + named, ""))[1, 0].reason == "Preempted"
+    assert best(ended + named)[1, 0].reason == "Preempted"
     given_up = line(State="CANCELLED")
     for both in (given_up + ended, ended + given_up):
-        assert best_of(read_queue(0, both, ""))[1, 0].reason == ""
+        assert best(both)[1, 0].reason == ""

@@ -8,14 +8,15 @@ from typing import Any, cast
 import pytest
 
 from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.job import Job
+from atoll.backends.kubernetes.launches import as_launch, training_of
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
-from atoll.replicas.jobs import ScriptJobs, as_launch, training_of
 from atoll.replicas.plane import without_gang
 
 SPEC = TrainingSpec(
@@ -98,7 +99,9 @@ def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:
         async def patch(self, *_: Any, **__: Any) -> None:
             raise NotFound("namespaces", "team")
 
-    jobs = ScriptJobs(cluster=cast(Cluster, Elsewhere()), image="image:1", namespace="team")
+    cluster = cast(Cluster, Elsewhere())
+    jobs = KubernetesBackend(cluster=cluster, image="image:1", namespace="team")
+    jobs.is_shared = True
     with pytest.raises(ValidationError, match="namespace: 'team' is not valid: .* that exists"):
         asyncio.run(jobs.dry_run(SPEC, "team"))
 
