@@ -77,7 +77,7 @@ BAD = [
     (("run", "-e", "NOT_SET_HERE", "--", "true"), "--env: 'NOT_SET_HERE' is not valid"),
     (("k8s", "operator", "--options", "{bad"), "--options: '{bad' is not valid: expected JSON"),
     (("k8s", "operator", "--options", '{"imag": 1}'), "--options: imag: 'imag' is not valid"),
-    (("top", "--interval", "0"), "0.0 is not in the range"),
+    (("top", "--interval", "0"), "expected 0.05s to 3600s"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,8 @@ def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
     store.put("run/upload/ended/launch/00001.failed", b"failed")
+    # Before this launch by more than one tick of the clock that dates files.
+    os.utime(tmp_path / "run/upload/ended/launch/00001.failed", (time.time() - 60,) * 2)
 
     def replica(rank: int) -> Any:
         model = net(0)

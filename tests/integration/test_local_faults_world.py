@@ -27,10 +27,12 @@ def test_scaling_up_down_and_up_across_restarts_of_the_control_plane(
         while [ ! -e {tmp_path}/end ]; do sleep 0.05; done"""
     name = plane.create(script, 2, min=1)
     plane.until_ready(name, 2)
-    for target in (4, 1, 3):
+    for target, starts in ((4, 4), (1, 4), (3, 6)):
         plane.ask(name, target=target)
         plane.restart()
         plane.until(name, lambda t, n=target: running(t) == list(range(n)))
+        # A rank that was started has not yet said so.
+        plane.until(name, lambda _, n=starts: len((tmp_path / "ran").read_text().split()) == n)
     first = plane.get(name).status.ranks[0]
     assert (first.attempt, first.restarts) == (0, 0)  # nobody who stayed was disturbed
     (tmp_path / "end").touch()
