@@ -47,6 +47,7 @@ _HOME = {
     "mesh_status": "mesh.gate",
     "mesh_wait": "mesh.gate",
     "report": "agent.metrics",
+    "report_settings": "agent.metrics",
     "set_result": "agent.result",
     "HFJobsExecutor": "replicas.hfjobs",
 }

@@ -1,6 +1,7 @@
 """The public names with their types."""
 
 from atoll.agent.metrics import report as report
+from atoll.agent.metrics import report_settings as report_settings
 from atoll.agent.result import set_result as set_result
 from atoll.core.errors import AtollError as AtollError
 from atoll.core.errors import BackendError as BackendError

@@ -93,7 +93,7 @@ def test_trainings_are_sorted_by_what_they_reported(atoll: Any) -> None:
         until(lambda name=name: rows(atoll, name, "loss"))  # type: ignore[misc]
     listed = atoll.json("ps", "--sort", "loss")
     assert [each["name"] for each in listed][:2] == ["better", "worse"]
-    assert listed[0]["metric"]["value"] == 0.5
+    assert listed[0]["metrics"]["loss"]["value"] == 0.5
     table = atoll("ps", "--sort", "-loss").stdout.splitlines()
     assert "LOSS" in table[0]
     assert [line.split()[0] for line in table[1:3]] == ["worse", "better"]

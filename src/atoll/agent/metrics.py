@@ -30,6 +30,9 @@ MAX_NAME = 64  # characters
 MAX_WAITING = 65_536  # calls between two turns of the thread: 10 MB, a second of a tight loop
 MAX_ROUNDS = 1000  # that wait to be sent; older ones are dropped
 MAX_NOTES = 100  # on what is wrong, until the thread logs them
+MAX_SETTINGS = 200  # of one rank, as the control plane takes them
+MAX_SETTING = 2**53  # of a number: larger integers are not exact in every language
+MAX_SETTING_CHARS = 1000  # of a text, likewise
 ROUNDS_A_BATCH = 50  # some 4 kB each with a manifest of 64 ranks: well below MAX_BATCH
 MAX_BATCH = 2**20  # bytes, as the server takes them
 POINTS_A_NAME = 60  # in one batch, which is a second: one a pixel, more are merged
@@ -53,6 +56,18 @@ def report(step: int | None = None, **metrics: Any) -> None:
         _REPORTER.add(step, metrics)
     except Exception as error:  # a metric must never end a training
         _REPORTER.note("report", f"a report is dropped: {error!r}")
+
+
+def report_settings(**settings: Any) -> None:
+    """Report what was varied in this training: `atoll.report_settings(**vars(args))`.
+
+    Lists and the page show, filter and sort by it. Numbers, texts and booleans stay as they are,
+    anything else is reported as its text. Never raises, and does nothing outside a training.
+    """
+    try:
+        _REPORTER.add_settings(settings)
+    except Exception as error:  # a report must never end a training
+        _REPORTER.note("settings", f"settings are dropped: {error!r}")
 
 
 def report_round(message: Mapping[str, Any]) -> None:
@@ -83,6 +98,11 @@ class Reporter:
         session = self._sessions.get(os.getpid()) or self._begin()
         if session.sink is not None:
             session.rounds.append(message)
+
+    def add_settings(self, settings: Mapping[str, Any]) -> None:
+        session = self._sessions.get(os.getpid()) or self._begin()
+        if session.sink is not None:
+            session.settings.append({name: _setting(value) for name, value in settings.items()})
 
     def note(self, what: str, message: str) -> None:
         """Has the thread log it: a log may be as slow as whoever reads it."""
@@ -118,6 +138,7 @@ class PendingMetrics:
         self.calls: deque[tuple[float, int | None, dict[str, Any]]] = deque()
         self.rounds: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROUNDS)
         self.notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
+        self.settings: deque[dict[str, Any]] = deque()
         self.lost = 0  # metrics of calls while the deque was full
         writer = self._writer = MetricWriter.of(environment)
         owner = f"{writer.rank}.{writer.attempt}.{writer.process}.{writer.id}"
@@ -126,6 +147,7 @@ class PendingMetrics:
         self._handing = threading.Lock()  # of what follows; no caller takes it
         self._pending: dict[str, list[Point]] = {}  # taken from the calls, and not sent yet
         self._sending_rounds: list[Mapping[str, Any]] = []  # taken from the rounds, likewise
+        self._sending_settings: dict[str, Any] = {}  # taken from the settings, likewise
         self._names: set[str] = set()
         self._skipped = 0  # metrics that were dropped, and are not reported yet
         self._lost_warned = 0  # of `lost`
@@ -157,7 +179,13 @@ class PendingMetrics:
 
     def _has_more(self) -> bool:
         return bool(
-            self._sending or self._pending or self._sending_rounds or self.calls or self.rounds
+            self._sending
+            or self._pending
+            or self._sending_rounds
+            or self._sending_settings
+            or self.calls
+            or self.rounds
+            or self.settings
         )
 
     def flush(self, pause: Callable[[], object] = lambda: None) -> float:
@@ -196,9 +224,11 @@ class PendingMetrics:
         skipped = self._skipped + lost - self._lost_warned
         while True:
             rounds = self._sending_rounds[:count]
-            if not self._pending and not skipped and not rounds:
+            settings = self._sending_settings
+            if not self._pending and not skipped and not rounds and not settings:
                 return None
-            batch = batch_of(self._writer, self._number + 1, self._pending, skipped, rounds, pause)
+            number = self._number + 1
+            batch = batch_of(self._writer, number, self._pending, skipped, rounds, pause, settings)
             if len(batch) <= MAX_BATCH or not rounds:
                 break
             if count == 1:
@@ -207,12 +237,16 @@ class PendingMetrics:
             count = max(1, count // 2)
         del self._sending_rounds[: len(rounds)]
         self._pending, self._skipped, self._lost_warned = {}, 0, lost
+        self._sending_settings = {}
         self._number += 1
         return batch
 
     def _take(self, pause: Callable[[], object]) -> None:
         while self.notes:
             _warn_once(*self.notes.popleft())
+        while self.settings:
+            settings = {**self._sending_settings, **self.settings.popleft()}
+            self._sending_settings = dict(list(settings.items())[:MAX_SETTINGS])
         while self.rounds:
             self._sending_rounds.append(self.rounds.popleft())
         del self._sending_rounds[:-MAX_ROUNDS]
@@ -265,12 +299,14 @@ def batch_of(
     skipped: int,
     rounds: Sequence[Mapping[str, Any]] = (),
     pause: Callable[[], object] = lambda: None,
+    settings: Mapping[str, Any] | None = None,
 ) -> bytes:
     """One line. Numbers that JSON does not have are text: `nan`, `inf`, `-inf`.
 
     Encoded bit by bit, with a `pause` between: the encoder does not let go of the interpreter.
     """
-    head = _json({**session._asdict(), "n": number, "skipped": skipped})
+    more = {"settings": settings} if settings else {}
+    head = _json({**session._asdict(), "n": number, "skipped": skipped, **more})
     series = []
     for name, points in metrics.items():
         series.append(_json(name) + ":" + _json([[_plain(part) for part in p] for p in points]))
@@ -344,6 +380,14 @@ def _copy(value: Any) -> Any:
         return None if value is None else float(value)
     except Exception as error:  # of whatever library the value is from
         return _NoNumber(str(error))
+
+
+def _setting(value: Any) -> bool | int | float | str:
+    """The value as JSON has it; anything else as text."""
+    is_number = isinstance(value, int | float) and abs(value) <= MAX_SETTING
+    if is_number:  # not of NaN and infinities
+        return value  # type: ignore[no-any-return]
+    return (value if isinstance(value, str) else str(value))[:MAX_SETTING_CHARS]
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -282,7 +282,7 @@ class TextReport:
             return
         self._last_text = text
         if not self._is_live:
-            print_note(f"{training.name} {text}")
+            print_note(f"{training.display_name} {text}")
 
     def line(self, line: LogLine) -> None:
         self._last_line.hide()
@@ -298,7 +298,7 @@ class TextReport:
             return
         ran = training.status.ran_for(time.time())
         age = "" if ran is None else f"  {_without_fraction(ran)}"
-        self._last_line.show(f"── {training.name}  {world_text(training)}{age}")
+        self._last_line.show(f"── {training.display_name}  {world_text(training)}{age}")
 
     def end(self, training: Training, code: int) -> None:
         self.close()
@@ -319,7 +319,12 @@ class JsonReport:
 
     def state(self, training: Training) -> None:
         phase = training.status.phase.value
-        world = {"type": "world", "name": training.name, "phase": phase, **world_json(training)}
+        world = {
+            "type": "world",
+            "name": training.display_name,
+            "phase": phase,
+            **world_json(training),
+        }
         if world != self._world:
             print_json(world)
         self._world = world

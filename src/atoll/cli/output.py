@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from atoll.core.metrics import LatestMetric
 from atoll.core.phase import ConditionType, Phase
 from atoll.core.ranks import has_replica_per_rank
 from atoll.core.rounds import TrainingWithRounds, describe_counts
+from atoll.core.select import Sort
+from atoll.core.settings import GROUP, describe_settings, setting_text
 from atoll.core.status import AttemptStatus, BenchStatus, Event, RankExit, RankStatus, Training
 from atoll.core.text import escape_control, format_duration
 
@@ -70,7 +73,7 @@ def training_json(training: Training) -> dict[str, Any]:
     source = training.spec.source
     spec["source"] = None if source is None else {"kind": source.kind, "filename": source.filename}
     return {
-        "name": training.name,
+        "name": training.display_name,
         "namespace": training.namespace,
         "uid": training.uid,
         "generation": training.generation,
@@ -78,6 +81,8 @@ def training_json(training: Training) -> dict[str, Any]:
         "createdAt": training.created_at,
         **status,
         "world": world_json(training),
+        "labels": training.spec.labels,
+        "settings": training.settings,
         "rounds": full(getattr(training, "rounds", None)),
         "spec": spec,
     }
@@ -167,40 +172,112 @@ ATTEMPTS = ("RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END")
 EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
-def ps_table(
-    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
+def ps_table(trainings: list[Training]) -> str:
+    """With one row for each group, where its first training would be."""
+    return table(
+        PS,
+        [
+            _ps_row(each[0]) if not name else _group_row(name, each)
+            for name, each in _by_group(trainings)
+        ],
+    )
+
+
+def _by_group(trainings: Sequence[Training]) -> list[tuple[str, list[Training]]]:
+    """Groups and their trainings; what is in no group is alone, under no name."""
+    groups: dict[str, list[Training]] = {}
+    for training in trainings:
+        name = training.spec.labels.get(GROUP)
+        groups.setdefault(f"group {name}" if name else training.uid, []).append(training)
+    return [(each[0].spec.labels.get(GROUP, ""), each) for each in groups.values()]
+
+
+def _group_row(name: str, trainings: Sequence[Training]) -> tuple[str, ...]:
+    phases = Counter(training.status.phase.value or "new" for training in trainings)
+    counts = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
+    ready = sum(training.status.world.ready for training in trainings)
+    target = sum(training.spec.world_size.target for training in trainings)
+    age = format_duration(max(0.0, time.time() - min(each.created_at for each in trainings)))
+    opened = f"{count_of(len(trainings), 'training')}: atoll ps --group {shlex_quote(name)}"
+    return name, counts, f"{ready}/{target}", "-", age, opened
+
+
+def shlex_quote(text: str) -> str:
+    import shlex  # imported here: it loads slowly
+
+    return shlex.quote(text)
+
+
+def ps_json(training: Training, metrics: Mapping[str, LatestMetric]) -> dict[str, Any]:
+    values = {name: full(metric) for name, metric in metrics.items()}
+    return training_json(training) | ({"metrics": values} if values else {})
+
+
+def experiment_table(
+    trainings: Sequence[Training],
+    metrics: Mapping[str, Mapping[str, LatestMetric]],
+    sort: Sort | None = None,
+    *,
+    has_settings: bool,
 ) -> str:
-    """With a column for the metric that they are sorted by, if there is one."""
-    names = {metric.name for metric in (newest_metrics or {}).values()}
-    if len(names) != 1 or newest_metrics is None:
-        return table(PS, _ps_rows(trainings))
-    header = [*PS[:-1], escape_control(names.pop()).upper(), PS[-1]]
-    rows = [
-        (*row[:-1], metric_cell(newest_metrics.get(training.uid)), row[-1])
-        for training, row in zip(trainings, _ps_rows(trainings), strict=True)
+    """One row for each training, with a column for each metric and each setting that varies."""
+    columns = dict(zip(PS[:-1], zip(*map(_ps_row, trainings), strict=True), strict=False))
+    if has_settings:
+        for name in varied_settings(trainings):
+            columns[_heading(name)] = tuple(_setting_cell(each, name) for each in trainings)
+    names = dict.fromkeys(name for each in metrics.values() for name in each)
+    for name in names:
+        for kind in ("last", sort.kind) if sort and sort.name == name else ("last",):
+            heading = _heading(name if kind == "last" else f"{kind} {name}")
+            columns[heading] = tuple(
+                metric_cell(metrics.get(each.uid, {}).get(name), kind) for each in trainings
+            )
+    if not has_settings:
+        columns[PS[-1]] = tuple(_ps_row(each)[-1] for each in trainings)
+    header = tuple(columns) or PS
+    return table(header, list(zip(*columns.values(), strict=True)) if trainings else [])
+
+
+def _heading(name: str) -> str:
+    return escape_control(name).upper()
+
+
+def varied_settings(trainings: Sequence[Training]) -> list[str]:
+    """Names of settings that are not the same in all of these trainings; of one, all."""
+    settings = [training.settings for training in trainings]
+    names = dict.fromkeys(name for each in settings for name in each)
+    first = settings[0] if settings else {}
+    return [
+        name
+        for name in names
+        if len(settings) == 1 or any(each.get(name) != first.get(name) for each in settings)
     ]
-    return table(header, rows)
 
 
-def metric_cell(metric: LatestMetric | None) -> str:
-    return "-" if metric is None else f"{float(metric.value):.6g}"
+def _setting_cell(training: Training, name: str) -> str:
+    value = training.settings.get(name)
+    return "-" if value is None else shorten(setting_text(value), 30)
 
 
-def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:
+def metric_cell(metric: LatestMetric | None, kind: str = "last") -> str:
+    if metric is None:
+        return "-"
+    value = {"min": metric.min, "max": metric.max}.get(kind, metric.value)
+    return f"{float(value):.6g}"
+
+
+def _ps_row(training: Training) -> tuple[str, ...]:
     from shutil import get_terminal_size  # imported here: it loads slowly
 
     now, width = time.time(), max(get_terminal_size((120, 24)).columns // 2, 30)
-    return [
-        (
-            t.name,
-            phase_cell(t),
-            ready_cell(t),
-            ran_cell(t, now),
-            format_duration(max(0.0, now - t.created_at)),
-            shorten(command_text(t), width),
-        )
-        for t in trainings
-    ]
+    return (
+        training.display_name,
+        phase_cell(training),
+        ready_cell(training),
+        ran_cell(training, now),
+        format_duration(max(0.0, now - training.created_at)),
+        shorten(command_text(training), width),
+    )
 
 
 def _rounds(training: Training, now: float) -> list[str]:
@@ -222,11 +299,16 @@ def _rounds(training: Training, now: float) -> list[str]:
 def status_text(training: Training) -> str:
     status, size, now = training.status, training.spec.world_size, time.time()
     lines = [
-        f"{training.name}  {phase_cell(training)}  {ready_cell(training)} ready",
+        f"{training.display_name}  {phase_cell(training)}  {ready_cell(training)} ready",
         f"  world     min {size.min}, target {size.target}, max {size.max}",
         f"  command   {shorten(command_text(training), 200)}",
         f"  created   {format_time(training.created_at)}, ran {ran_cell(training, now)}",
     ]
+    if labels := training.spec.labels:
+        lines.append(f"  labels    {escape_control(describe_settings(labels))}")
+    if settings := training.settings:
+        text = shorten(escape_control(describe_settings(settings)), 1000)
+        lines.append(f"  settings  {text}")
     if status.message and not status.phase.is_terminal:
         lines.append(f"  now       {escape_control(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
@@ -236,7 +318,7 @@ def status_text(training: Training) -> str:
             lines.append(f"  condition {condition.type}: {escape_control(condition.message)}")
     if status.phase.is_terminal:
         first, *details = end_report(training).split("\n")
-        lines += [f"  end       {first.removeprefix(training.name + ' ')}"]
+        lines += [f"  end       {first.removeprefix(training.display_name + ' ')}"]
         lines += [f"          {line}" for line in details]
         if status.rank_exits:
             lines += ["", exits_table(training)]

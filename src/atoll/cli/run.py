@@ -247,6 +247,18 @@ def run_parameters() -> list[click.Parameter]:
             default=None,
             help="Stop and remove a training of this name first.",
         ),
+        HeadedOption(
+            ["--label", "-l", "labels"],
+            multiple=True,
+            help="NAME=VALUE to find the training by; may be repeated. Trainings with the same "
+            "'group' are one row of 'atoll ps'.",
+        ),
+        HeadedOption(
+            ["--set", "settings"],
+            multiple=True,
+            help="NAME=VALUE that was varied, for lists; may be repeated. Flags of the command "
+            "are settings already. The command does not change.",
+        ),
     )
     parameters += _headed(
         "Code and environment",
@@ -374,15 +386,21 @@ def read_launch(
     pip_packages: tuple[str, ...],
     is_module: bool,
     has_no_code: bool,
+    labels: tuple[str, ...],
+    settings: tuple[str, ...],
     **values: Any,
 ) -> Launch:
     """The training that the options describe, with the defaults of atoll.toml."""
+    from atoll.core.settings import parse_pair, parse_value
     from atoll.sdk.config import with_defaults
 
     if not command:
         raise click.UsageError("nothing to run: atoll run -n 4 -- python train.py")
     options = {option: value for option, value in values.items() if value is not None}
     options |= {"command": list(command), "env": read_variables(env, env_files)}
+    options["labels"] = dict(parse_pair("--label", text) for text in labels)
+    pairs = (parse_pair("--set", text) for text in settings)
+    options["settings"] = {name: parse_value(value) for name, value in pairs}
     uri = options.get("rendezvous_uri", "")
     if uri and not urlsplit(uri).scheme and is_local_executor(options.get("executor")):
         options["rendezvous_uri"] = os.path.abspath(uri)
@@ -489,7 +507,7 @@ def _print_training(training: Training, *, is_json: bool) -> None:
 
         print_json(training_json(training))
     else:
-        print(training.name)
+        print(training.display_name)
 
 
 def _preview(launch: Launch) -> str:

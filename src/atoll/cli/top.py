@@ -143,7 +143,7 @@ class Snapshot:
         rows = [self._row(training, now) for training in self.alive + over[:MAX_ENDED]]
         parts = [head, output.table(HEADER, rows)]
         parts += [
-            f"{training.name}\n{self._ranks(training, now)}"
+            f"{training.display_name}\n{self._ranks(training, now)}"
             for training in self.alive
             if training.status.ranks
         ]
@@ -156,7 +156,7 @@ class Snapshot:
         is_over = training.status.phase.is_terminal
         number = round_of(training)
         return (
-            training.name,
+            training.display_name,
             output.phase_cell(training),
             output.ready_cell(training),
             output.ran_cell(training, now),

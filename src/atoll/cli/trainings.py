@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,10 @@ from atoll.cli.output import (
     count_of,
     end_report,
     events_table,
+    experiment_table,
     print_json,
     print_note,
+    ps_json,
     ps_table,
     status_text,
     training_json,
@@ -44,6 +45,8 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.metrics import LatestMetric
+from atoll.core.select import AGGREGATES, FIELDS, Selection, parse_sort
+from atoll.core.settings import GROUP
 from atoll.core.status import Training
 from atoll.core.text import escape_control, parse_duration
 from atoll.sdk import flows
@@ -51,73 +54,102 @@ from atoll.sdk.client import Client
 from atoll.sdk.training import DistributedTraining
 
 PHASES = click.Choice(["pending", "ready", "succeeded", "failed", "cancelled"])
-# What `ps` can sort by, in addition to metrics.
-SORT_KEYS: dict[str, Callable[[Training, float], Any]] = {
-    "age": lambda training, now: now - training.created_at,
-    "name": lambda training, now: training.name,
-    "phase": lambda training, now: training.status.phase.value,
-    "ran": lambda training, now: training.status.ran_for(now) or -1.0,
-    "ready": lambda training, now: training.status.world.ready,
-}
+METRICS_AT_ONCE = 50  # trainings in one query: their names fit into a URL
 
 
 @click.command()
 @click.option("--phase", type=PHASES, help="List only trainings in this phase.")
 @click.option("--prefix", help="List only trainings whose name starts with this.")
 @click.option(
+    "--group",
+    help="Open a group: list its trainings with their settings and metrics.",
+)
+@click.option(
+    "--label",
+    "-l",
+    "labels",
+    multiple=True,
+    help="List only trainings with this label: NAME or NAME=VALUE; may be repeated.",
+)
+@click.option(
+    "--setting",
+    "settings",
+    multiple=True,
+    help="List only trainings with this setting: lr, lr=0.1, 'lr>=0.1'; may be repeated.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    help="List only trainings whose metric is so: 'loss<2' tests the newest value, 'min:loss<2' "
+    "the lowest, 'max:loss<2' the highest; may be repeated.",
+)
+@click.option(
     "--sort",
-    help="Sort by age, name, phase, ran or ready, or by the newest value of a metric such as loss. "
-    "A leading - reverses the order.",
+    help="Sort by age, name, phase, ran or ready, by label:NAME or setting:NAME, or by a metric: "
+    "loss is its newest value, min:loss and max:loss the best. A leading - reverses the order.",
     show_default="age: the newest first",
 )
+@click.option("--all", "-a", "has_all", is_flag=True, help="List the trainings of groups as well.")
 @json_option
-def ps(phase: str | None, prefix: str | None, sort: str | None, is_json: bool) -> None:
-    """List trainings, the newest first."""
+def ps(
+    phase: str | None,
+    prefix: str | None,
+    group: str | None,
+    labels: tuple[str, ...],
+    settings: tuple[str, ...],
+    metrics: tuple[str, ...],
+    sort: str | None,
+    has_all: bool,
+    is_json: bool,
+) -> None:
+    """List trainings, the newest first.
+
+    Trainings of a group, such as those of a sweep, are one row; --group, --all and any condition
+    open it. With --json they always are listed one by one.
+    """
+    order = parse_sort("--sort", sort or "age")
+    is_open = bool(group or labels or settings or metrics or has_all) or order.kind != "field"
+    if group is not None:
+        labels = (*labels, f"{GROUP}={group}")
     client = Client()
-    trainings = [training.last for training in client.list(phase=phase, prefix=prefix)]
-    trainings, newest = sort_trainings(client, trainings, sort)
-    if is_json:
-        rows = [(training_json(training), newest.get(training.uid)) for training in trainings]
-        print_json([row if metric is None else {**row, "metric": metric} for row, metric in rows])
-    else:
-        print(ps_table(trainings, newest))
-
-
-def sort_trainings(
-    client: Client, trainings: list[Training], sort: str | None
-) -> tuple[list[Training], dict[str, LatestMetric]]:
-    """The trainings in that order, and by uid the metrics that they are sorted by."""
-    name, is_reversed = (sort or "age").removeprefix("-"), (sort or "").startswith("-")
-    newest_first = sorted(trainings, key=lambda training: -training.created_at)
-    if not name:
-        raise click.BadParameter("expected a name", param_hint="--sort")
-    if name in SORT_KEYS:
-        now, key = time.time(), SORT_KEYS[name]
-        return sorted(newest_first, key=lambda each: key(each, now), reverse=is_reversed), {}
-    metrics = {metric.uid: metric for metric in client.run(flows.newest_metrics([name])).items}
-    if trainings and not any(training.uid in metrics for training in trainings):
+    handles = client.list(
+        phase=phase,
+        prefix=prefix,
+        labels=labels,
+        settings=settings,
+        metrics=metrics,
+        sort=sort or "age",
+    )
+    trainings = [handle.last for handle in handles]
+    names = Selection.parse(metrics=metrics, sort=sort).metric_names
+    values: dict[str, dict[str, LatestMetric]] = {}
+    if names or group is not None:
+        values = read_metrics(client, trainings, names)
+    if order.kind in AGGREGATES and trainings and not any(order.name in v for v in values.values()):
         raise click.ClickException(
-            f"--sort: no training has reported {escape_control(name)!r}: expected "
-            f"{', '.join(SORT_KEYS)} or the name of a metric ('atoll metrics NAME' lists them)"
+            f"--sort: no training has reported {escape_control(order.name)!r}: expected "
+            f"{', '.join(FIELDS)} or the name of a metric ('atoll metrics NAME' lists them)"
         )
-    return sort_by_metric(newest_first, metrics, is_reversed=is_reversed), metrics
+    if is_json:
+        print_json([ps_json(training, values.get(training.uid, {})) for training in trainings])
+    elif is_open:
+        has_settings = bool(group or settings) or order.kind == "setting"
+        print(experiment_table(trainings, values, order, has_settings=has_settings))
+    else:
+        print(ps_table(trainings))
 
 
-def sort_by_metric(
-    trainings: list[Training], metrics: Mapping[str, LatestMetric], *, is_reversed: bool
-) -> list[Training]:
-    """The least first. Those whose metric is no number, and those without one, are last."""
-
-    def key(training: Training) -> tuple[int, float]:
-        metric = metrics.get(training.uid)
-        if metric is None:
-            return 2, 0.0
-        value = float(metric.value)
-        if math.isnan(value):
-            return 1, 0.0
-        return 0, -value if is_reversed else value
-
-    return sorted(trainings, key=key)
+def read_metrics(
+    client: Client, trainings: Sequence[Training], names: Sequence[str] = ()
+) -> dict[str, dict[str, LatestMetric]]:
+    """By uid and name, what these trainings reported under these names, or under all."""
+    values: dict[str, dict[str, LatestMetric]] = {}
+    for at in range(0, len(trainings), METRICS_AT_ONCE):
+        some = [training.name for training in trainings[at : at + METRICS_AT_ONCE]]
+        for metric in client.run(flows.newest_metrics(names, some)).items:
+            values.setdefault(metric.uid, {})[metric.name] = metric
+    return values
 
 
 @click.command()
@@ -263,7 +295,7 @@ def logs(
     printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
     printer.width = len(str(highest))
     filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
-    ref = flows.TrainingRef(training.name, training.uid)
+    ref = flows.TrainingRef(training.last.name, training.uid)
     position = LogPosition(ref, None if rank is None else [rank], tail, is_followed, filters)
     for line in read_log(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
@@ -272,7 +304,7 @@ def logs(
 def _check_rank(training: Training, rank: int | None) -> None:
     highest = training.spec.world_size.max - 1
     if rank is not None and rank > highest:
-        expected = f"expected at most {highest}: the ranks of {training.name}"
+        expected = f"expected at most {highest}: the ranks of {training.display_name}"
         raise ValidationError("--rank", rank, expected)
 
 

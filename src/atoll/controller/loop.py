@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.controller.informer import Informer
-from atoll.controller.reconcile import IdleTimes, Reconciler, Rounds, no_idle_times, no_rounds
+from atoll.controller.reconcile import (
+    IdleTimes,
+    Reconciler,
+    ReportedSettings,
+    Rounds,
+    no_idle_times,
+    no_rounds,
+    no_settings,
+)
 from atoll.core.clock import Clock, ClockMark, Now, grown_s
 from atoll.core.errors import (
     AtollError,
@@ -189,11 +197,14 @@ class Controller:
         on_pass: Callable[[Pass], None] = lambda done: None,
         idle_s: IdleTimes = no_idle_times,
         rounds: Rounds = no_rounds,
+        settings: ReportedSettings = no_settings,
     ) -> None:
         self._informer = informer or Informer(store)
         self._has_own_informer = informer is None
         self._executors = executors
-        self._reconciler = Reconciler(store, executors, clock or machine_clock(), idle_s, rounds)
+        self._reconciler = Reconciler(
+            store, executors, clock or machine_clock(), idle_s, rounds, settings
+        )
         self._queue = WorkQueue()
         self._on_pass = on_pass
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -26,6 +26,7 @@ from atoll.core.errors import (
 from atoll.core.phase import ConditionType, Phase
 from atoll.core.plan import Action, Apply, Delete, Measure, Plan, Stop, plan, with_idle_times
 from atoll.core.ports import Executor, Key, Store
+from atoll.core.settings import Setting
 from atoll.core.status import (
     Event,
     EventType,
@@ -43,6 +44,7 @@ ReadClock = Callable[[], Now]
 # Seconds since each rank was last active, by the training's uid and the starts of its ranks.
 IdleTimes = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
 Rounds = Callable[[str], ObservedRounds | None]
+ReportedSettings = Callable[[str], Mapping[str, Setting]]
 
 # Failures in a row before the status mentions them. One failed observation may be a blip of the
 # network; an action may fail for some seconds while a backend restarts.
@@ -82,6 +84,11 @@ def no_rounds(uid: str) -> ObservedRounds | None:
     return None
 
 
+def no_settings(uid: str) -> Mapping[str, Setting]:
+    """For a control plane that stores no metrics."""
+    return {}
+
+
 def no_idle_times(uid: str, started: Mapping[int, float | None]) -> Mapping[int, float]:
     """For a control plane that stores no metrics."""
     return {}
@@ -95,13 +102,15 @@ class Reconciler:
         clock: ReadClock,
         idle_s: IdleTimes = no_idle_times,
         rounds: Rounds = no_rounds,
+        settings: ReportedSettings = no_settings,
     ) -> None:
-        """`idle_s` knows what ranks reported, `rounds` the outer rounds of a training."""
+        """`idle_s` and `settings` know what ranks reported, `rounds` the outer rounds."""
         self._store = store
         self._executors = executors
         self._clock = clock
         self._idle_s = idle_s
         self._rounds = rounds
+        self._settings = settings
         self.keys: dict[str, Key] = {}  # by uid, of all trainings that had a pass
         self._faults: dict[str, str] = {}  # by uid: what an executor will never do, and why
         self._failed_observations = Failures(count=MAX_FAILED_OBSERVATIONS, lasting_s=0.0)
@@ -146,9 +155,9 @@ class Reconciler:
 
     async def _observe(self, training: Training) -> Observation:
         """Raises what the executor raises; the status says so from the second failure on."""
-        rounds = self._rounds(training.uid)
+        rounds, settings = self._rounds(training.uid), dict(self._settings(training.uid))
         if training.status.is_released:
-            return Observation(rounds=rounds)
+            return Observation(rounds=rounds, settings=settings)
         try:
             observation = await self._executors[training.executor].observe(training)
         except (BackendError, Denied) as error:
@@ -158,7 +167,7 @@ class Reconciler:
         self._failed_observations.clear(training.key)
         if fault := self._faults.get(training.uid):
             return _only_ranks(observation, fault)
-        observation = replace(observation, rounds=rounds)
+        observation = replace(observation, rounds=rounds, settings=settings)
         if training.spec.stall_s is None:
             return observation
         started = {rank.rank: rank.started_at for rank in observation.ranks}

@@ -220,7 +220,7 @@ def _exit_text(ended: Exit | RankExit) -> str:
 
 def describe_end(training: Training) -> str:
     """How a training ended, in one sentence."""
-    status, name = training.status, training.name
+    status, name = training.status, training.display_name
     if status.phase is Phase.SUCCEEDED:
         return f"{name} succeeded: {describe_phase(status)}"
     if status.phase is Phase.CANCELLED:
@@ -317,7 +317,7 @@ def describe_failure(training: Training) -> str:
         reasons.insert(0, describe_phase(status))  # no rank is to blame
     if len(ranks_with_same_failure(status)) > 1:
         reasons.insert(0, describe_cause(status))
-    text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
+    text = f"training {training.display_name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
         text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])

@@ -140,7 +140,8 @@ def training_html(training: Training, metrics: Sequence[LatestMetric] = ()) -> s
     is_over = status.phase.is_terminal
     summary = describe_end(training) if is_over else describe_status(status)
     parts = [
-        f"<p><b>{text(training.name)}</b> {phase_html(status.phase.value)} {text(summary)}</p>",
+        f"<p><b>{text(training.display_name)}</b> {phase_html(status.phase.value)} "
+        f"{text(summary)}</p>",
         f"<p>{world_html(training.world)}{''.join(map(metric_html, metrics))}</p>",
     ]
     parts += [
@@ -177,7 +178,7 @@ def trainings_html(trainings: Sequence[Any]) -> str:
         summary = describe_end(training) if status.phase.is_terminal else describe_status(status)
         rows.append(
             (
-                f"<b>{text(training.name)}</b>",
+                f"<b>{text(training.display_name)}</b>",
                 phase_html(status.phase.value),
                 f"{training.world.ready}/{training.world.target}",
                 text(summary[:200]),

@@ -60,6 +60,8 @@ class LatestMetric(Model, frozen=True, omit_defaults=False):
     value: MetricValue
     step: int | None
     at: float
+    min: MetricValue = "nan"  # of all that the training reported
+    max: MetricValue = "nan"
     spark: list[MetricValue] = []  # the way there, in a few points
     ranks: dict[str, MetricValue] = {}  # of each rank, if the query asks for that
 

@@ -178,6 +178,7 @@ def _merge_observation(training: Training, observation: Observation, now: Now) -
         bench=bench,
         stalled=stalled_ranks(training, ranks, observation, now.wall),
         warnings=merge_warnings(old.warnings, find_warnings(training, ranks, observation.rounds)),
+        settings=training.settings_with(observation.settings),
         clock_skew=old.clock_skew if abs(skew - old.clock_skew) <= STEP_S else round(skew, 3),
     )
     is_first = _released_at(old, observation) is None
@@ -296,8 +297,9 @@ def _plan_after_end(training: Training, observation: Observation, now: Now) -> P
     status, spec = training.status, training.spec
     # The last reports of ranks come after their ends.
     warnings = merge_warnings(status.warnings, find_warnings(training, (), observation.rounds))
-    if warnings != status.warnings:
-        warned = replace(status, warnings=warnings)
+    settings = training.settings_with(observation.settings)
+    if warnings != status.warnings or settings != status.settings:
+        warned = replace(status, warnings=warnings, settings=settings)
         warned = replace(warned, conditions=_conditions(status, warned, now.wall))
         return Plan(warned, events=events_between(status, warned, now.wall), requeue_after_s=0.0)
     if training.generation != status.observed_generation:

@@ -23,6 +23,7 @@ from atoll.core.checks import (
 )
 from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import SpecModel, encode
+from atoll.core.settings import Setting, check_labels, check_settings, name_label
 from atoll.core.text import check_quantity
 
 DIGEST = b"sha256:"
@@ -258,6 +259,7 @@ class TrainingSpec(SpecModel, frozen=True):
     """One training as the user wants it. Only `world_size.target` and `cancel` change later."""
 
     name: str
+    """Unique in its namespace: a DNS label, made of displayName where that is none."""
     world_size: WorldSize
     """Number of ranks: at least min, at most max, target of them now."""
     command: list[str] | None = None
@@ -308,11 +310,17 @@ class TrainingSpec(SpecModel, frozen=True):
     """Restart a stalled rank; this counts towards maxRestarts."""
     executor: str | None = None
     """Name of the executor that runs the ranks."""
+    display_name: str | None = None
+    """The name as it was given, where that is no DNS label; lists show it."""
+    labels: dict[str, str] = {}
+    """Names and values to find the training by. Those with one `group` are one row of a list."""
+    settings: dict[str, Setting] = {}
+    """What was varied: names with numbers, texts, true or false."""
     cancel: bool = False
     """`true` stops the ranks and keeps the record. It cannot be undone."""
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
+        self._check_names()
         if not isinstance(self.world_size, WorldSize):
             raise ValidationError(
                 "world_size", self.world_size, "expected WorldSize(min=…, target=…, max=…)"
@@ -331,6 +339,17 @@ class TrainingSpec(SpecModel, frozen=True):
         if self.stall_restart and (self.stall_s is None or not self.max_restarts):
             what = "stall_s" if self.stall_s is None else "max_restarts of 1 or more"
             raise ValidationError("stall_restart", True, f"expected {what} with it")
+
+    def _check_names(self) -> None:
+        """A name that is no DNS label becomes one, and stays as the name that is shown."""
+        label = name_label("name", self.name)
+        if label != self.name:
+            msgspec.structs.force_setattr(self, "display_name", self.name)
+            msgspec.structs.force_setattr(self, "name", label)
+        elif self.display_name is not None:
+            name_label("display_name", self.display_name)
+        check_labels("labels", self.labels)
+        check_settings("settings", self.settings)
 
     def _check_run(self) -> None:
         if self.run_id is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from atoll.core import html
@@ -10,6 +10,7 @@ from atoll.core.clock import Now
 from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import ConditionType, Phase
+from atoll.core.settings import Setting, Settings, merge_settings
 from atoll.core.spec import TrainingSpec, WorldSize
 
 SILENT_S = 1.0  # how much later than it happened a death by signal may be noticed
@@ -297,6 +298,8 @@ class StatusHead(Model, frozen=True):
     """Stalled ranks and since when, in seconds since 1970."""
     warnings: list[str] = []
     """Problems with the training itself, in sentences."""
+    settings: dict[str, Setting] = {}
+    """All settings: of the flags of the command, of the spec, and those that ranks reported."""
     world_size_history: list[WorldPoint] = []
     """The latest changes of the world's size."""
     last_resize: Resize | None = None
@@ -355,6 +358,22 @@ class Training(Model, frozen=True):
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def display_name(self) -> str:
+        """The name as it was given."""
+        return self.spec.display_name or self.spec.name
+
+    @property
+    def settings(self) -> Settings:
+        """What was varied, as far as it is known by now."""
+        return self.settings_with({})
+
+    def settings_with(self, reported: Mapping[str, Setting]) -> Settings:
+        """The settings once ranks have reported these."""
+        command = (*(self.spec.command or ("source",)), *self.spec.args)
+        known = {**self.status.settings, **reported}
+        return merge_settings(command, self.spec.settings, known)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -514,6 +533,7 @@ class Observation(Model, frozen=True):
     again_in_s: float | None = None  # observe again then, though nothing may change
     at: float | None = None  # the time by the clock that dates the ranks; None: the monotonic one
     rounds: ObservedRounds | None = None  # added by the controller, where rounds are stored
+    settings: dict[str, Setting] = {}  # that ranks reported; added by the controller, too
 
 
 def sooner(*seconds: float | None) -> float | None:

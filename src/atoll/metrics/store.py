@@ -30,6 +30,14 @@ from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
 from atoll.core.model import json_decoder
 from atoll.core.ranks import MAX_WARNINGS
 from atoll.core.rounds import ReportedRound, is_bounded
+from atoll.core.settings import (
+    MAX_ENTRIES,
+    MAX_KEY_CHARS,
+    MAX_VALUE_CHARS,
+    Setting,
+    Settings,
+    check_settings,
+)
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.core.text import escape_control
@@ -145,6 +153,7 @@ class _WireBatch(msgspec.Struct, frozen=True):
     skipped: Counted = 0
     rounds: list[ReportedRound] = []
     idle_s: Annotated[float, Meta(le=MAX_TIME)] | None = None
+    settings: dict[str, Setting] = {}
 
 
 class Batch(NamedTuple):
@@ -159,6 +168,7 @@ class Batch(NamedTuple):
     skipped: int
     rounds: list[ReportedRound]
     idle_s: float | None  # for how long the rank has printed nothing and used no CPU
+    settings: Settings
 
 
 class LabeledSeries(NamedTuple):
@@ -242,6 +252,7 @@ def decode_batch(line: bytes) -> Batch:
         skipped,
         [_checked(report, wire.rank) for report in wire.rounds],
         wire.idle_s if wire.idle_s is None or wire.idle_s >= 0 else None,
+        _checked_settings(wire.settings),
     )
 
 
@@ -265,6 +276,21 @@ def _checked(report: ReportedRound, rank: int) -> ReportedRound:
     return replace(report, facts=facts, warnings=warnings)
 
 
+def _checked_settings(settings: Settings) -> Settings:
+    """With names and texts that can be shown, and cut where they are too long."""
+    bounded = {
+        escape_control(name).replace("=", "-")[:MAX_KEY_CHARS]: escape_control(value)[
+            :MAX_VALUE_CHARS
+        ]
+        if isinstance(value, str)
+        else value
+        for name, value in list(settings.items())[:MAX_ENTRIES]
+        if name
+    }
+    check_settings("settings", bounded)
+    return bounded
+
+
 CatchUp = Callable[[Training], Awaitable[None]]
 
 
@@ -278,6 +304,10 @@ class MetricStore:
         self._file.on_empty = self._write_all
         self._finished = read_finished(self._file, "finished_reports")
         self.idle_tracker = ReportedIdle()
+        # By training: what ranks reported since this process began. Replaced whole, so that the
+        # event loop may read it without a lock.
+        self.settings: dict[str, Settings] = {}
+        self._setting_ranks: dict[str, dict[str, int]] = {}  # the rank that reported each
         self.catch_up: CatchUp | None = None  # of the collector
 
     @property
@@ -322,6 +352,8 @@ class MetricStore:
                 )
                 for _, batch in new:
                     self.rounds.add_reports(uid, batch.rounds)
+            for _, batch in batches:  # of old ones, too: a new process may not have seen them
+                self._note_settings(uid, batch)
             for line, batch in new:
                 self._note_activity(uid, batch)
                 cached.fold(batch)
@@ -383,6 +415,19 @@ class MetricStore:
             uid, batch.rank, idle_s=batch.idle_s, has_report=has_report or bool(batch.rounds)
         )
 
+    def _note_settings(self, uid: str, batch: Batch) -> None:
+        """Of two ranks that report the same setting the lower one counts."""
+        if not batch.settings:
+            return
+        known, ranks = dict(self.settings.get(uid, {})), self._setting_ranks.setdefault(uid, {})
+        for name, value in batch.settings.items():
+            is_new = name not in known and len(known) < MAX_ENTRIES
+            if is_new or batch.rank <= ranks.get(name, -1):
+                known[name], ranks[name] = value, batch.rank
+        if known != self.settings.get(uid):
+            self.settings[uid] = known
+            self.rounds.on_news(uid)
+
     def _is_logged(self, uid: str) -> bool:
         query = "select 1 from batches where uid = ? limit 1"
         return self._db.execute(query, (uid,)).fetchone() is not None
@@ -402,6 +447,8 @@ class MetricStore:
             self._cache.pop(uid, None)
             self.idle_tracker.forget(uid)
             self._finished.discard(uid)
+            self.settings.pop(uid, None)
+            self._setting_ranks.pop(uid, None)
             for table in ("series", "batches", "lives", "finished_reports", "losses"):
                 self._db.execute(f"delete from {table} where uid = ?", (uid,))
             self.rounds.remove(uid)

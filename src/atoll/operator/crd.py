@@ -26,6 +26,7 @@ from atoll.core.checks import (
     RUN_ID_PATTERN,
 )
 from atoll.core.phase import ExitReason, Phase, PhaseReason, listing
+from atoll.core.settings import MAX_DISPLAY_CHARS, MAX_ENTRIES
 from atoll.core.spec import URI_PATTERN, TrainingSpec
 from atoll.core.status import AttemptStatus, Event, StatusHead
 from atoll.core.text import QUANTITY_PATTERN
@@ -58,6 +59,9 @@ LIMITS: dict[str, Json] = {
     "code.content": {"minLength": 96, "maxLength": 96},  # a digest: the archive is in ConfigMaps
     "code.path": NAMES,
     "source.filename": {"pattern": "^[^/\\x00]+$", "maxLength": 255},
+    "displayName": {"minLength": 1, "maxLength": MAX_DISPLAY_CHARS},
+    "labels": {"maxProperties": MAX_ENTRIES},
+    "settings": {"maxProperties": MAX_ENTRIES},
     "executor": {"default": "kubernetes", "maxLength": 63, "pattern": NAME_PATTERN},
 }
 
@@ -109,7 +113,8 @@ RULES: dict[str, list[tuple[str, str]]] = {
     "env": _ENV_RULES,
     "ncclEnv": _ENV_RULES,
 }
-CHANGEABLE = ("worldSize", "cancel")
+# Rules cannot compare settings, whose values have several types; nothing depends on them.
+CHANGEABLE = ("worldSize", "cancel", "settings")
 
 # Of a condition, as Kubernetes has them.
 CONDITION = {
@@ -229,7 +234,9 @@ def _structural(node: Json, parts: dict[str, Any], *, is_open: bool = False) -> 
     if "$ref" in node:
         return _structural(parts[node["$ref"]], parts, is_open=is_open)
     if "anyOf" in node:
-        (real,) = [part for part in node["anyOf"] if part.get("type") != "null"]
+        real, *others = [part for part in node["anyOf"] if part.get("type") != "null"]
+        if others:  # a setting is a number, a text or a boolean
+            return ANYTHING
         schema = _structural(real, parts, is_open=is_open)
         # Otherwise the API server drops a null, and an exit code that is not known is missing.
         return {**schema, "nullable": True} if is_open else schema

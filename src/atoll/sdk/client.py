@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Unpack
 
-from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld, NotFound
 from atoll.core.executors import ExecutorStatus
 from atoll.core.html import HtmlList, trainings_html
+from atoll.core.settings import Setting, name_label
 from atoll.core.spec import ProviderFilter, TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.sdk import flows
@@ -93,6 +93,8 @@ class Client:
         executor: str | None = None,
         mesh: bool | None = None,
         replace: bool | None = None,
+        labels: Mapping[str, str] | None = None,
+        settings: Mapping[str, Setting] | None = None,
         wait: Wait | None = None,
         timeout: float | None = None,
         **unknown: Never,
@@ -105,7 +107,8 @@ class Client:
         training still exists: `get(name)` finds it.
 
         Args:
-            name: a DNS label, unique in the namespace.
+            name: unique in the namespace, such as "train-lr0.1"; where a DNS label is needed,
+                other characters become '-'.
             command: the program of a rank and its arguments.
             source: instead of `command`: the path of a script, or a function.
             args: further arguments, as text.
@@ -140,6 +143,8 @@ class Client:
             mesh: start the ranks only when their hosts reach each other.
             replace: stop and remove a training of this name first, as when you run a notebook
                 cell again.
+            labels: names and texts to find the training by; those with one "group" are one row.
+            settings: what was varied, such as {"lr": 0.1}; lists show and sort by it.
             wait: also wait for "min" or "target" ranks.
             timeout: how long `wait` waits in seconds; 600.
         """
@@ -163,7 +168,7 @@ class Client:
         (spec, pack), (goal, limit_s) = resolve_training(name, options), wait_of(options)
         key = uuid.uuid4().hex
         if options.get("replace"):
-            yield from self._remove(name)
+            yield from self._remove(spec.name)
         training = DistributedTraining(
             self, (yield from flows.deploy(spec, self._local_fields(spec), key, pack))
         )
@@ -189,6 +194,7 @@ class Client:
         self,
         function: Callable[..., Any],
         settings: Iterable[Mapping[str, Any]],
+        /,
         *,
         concurrency: int | None = None,
         name: str | None = None,
@@ -215,6 +221,7 @@ class Client:
         self,
         function: Callable[..., Any],
         settings: Iterable[Mapping[str, Any]],
+        /,
         *,
         concurrency: int | None = None,
         name: str | None = None,
@@ -253,21 +260,53 @@ class Client:
 
     def get(self, name: str) -> DistributedTraining:
         """The handle of an existing training. Raises NotFound."""
-        check_name("name", name)
-        return DistributedTraining(self, self.run(flows.get(name)))
+        return DistributedTraining(self, self.run(flows.get(name_label("name", name))))
 
     async def get_async(self, name: str) -> DistributedTraining:
-        check_name("name", name)
-        return DistributedTraining(self, await self.arun(flows.get(name)))
+        return DistributedTraining(self, await self.arun(flows.get(name_label("name", name))))
 
-    def list(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
-        """Trainings sorted by name; `phase`, and `prefix` of the name, narrow the list."""
-        records = self.run(flows.list_all(phase, prefix))
-        return self._handles(records)
+    def list(
+        self,
+        phase: str | None = None,
+        prefix: str | None = None,
+        *,
+        labels: flows.Conditions = None,
+        settings: flows.Conditions = None,
+        metrics: flows.Conditions = None,
+        sort: str | None = None,
+    ) -> Trainings:
+        """Trainings, sorted by name unless `sort` says otherwise; the other options narrow it.
 
-    async def list_async(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
-        records = await self.arun(flows.list_all(phase, prefix))
-        return self._handles(records)
+        `labels`, `settings` and `metrics` are a dict of values, or conditions such as
+        `["lr>=0.1", "width"]`; of a metric `loss<2` tests the newest value, `min:loss<2` and
+        `max:loss<2` the lowest and the highest. `sort` is "age", "name", "phase", "ran", "ready",
+        "label:team", "setting:lr", or a metric: "loss", "min:loss". A leading "-" reverses it.
+        """
+        return self._handles(
+            self.run(
+                flows.list_all(
+                    phase, prefix, labels=labels, settings=settings, metrics=metrics, sort=sort
+                )
+            )
+        )
+
+    async def list_async(
+        self,
+        phase: str | None = None,
+        prefix: str | None = None,
+        *,
+        labels: flows.Conditions = None,
+        settings: flows.Conditions = None,
+        metrics: flows.Conditions = None,
+        sort: str | None = None,
+    ) -> Trainings:
+        return self._handles(
+            await self.arun(
+                flows.list_all(
+                    phase, prefix, labels=labels, settings=settings, metrics=metrics, sort=sort
+                )
+            )
+        )
 
     def _handles(self, records: Iterable[Training]) -> Trainings:
         handles = (DistributedTraining(self, training) for training in records)

@@ -21,7 +21,7 @@ NAME = "atoll.toml"
 VARIABLE = "ATOLL_CONFIG"
 # Options that belong to one training.
 NO_DEFAULTS = ("command", "source", "args", "replace", "wait", "timeout")
-MERGED = ("env", "nccl_env")
+MERGED = ("env", "nccl_env", "labels", "settings")
 
 
 def find() -> Path | None:

@@ -33,6 +33,7 @@ from atoll.core.ports import optional_fields
 from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget, KillRequest, KillResult
 from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundItem, RoundList, TrainingWithRounds
+from atoll.core.settings import Setting, setting_text
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import (
     UNSUPPORTED_FIELDS,
@@ -184,10 +185,36 @@ def executors() -> Flow[ExecutorList]:
     return decode_answer((yield from send(effect)), ExecutorList)
 
 
-def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[Training]]:
+Conditions = Mapping[str, Setting] | Sequence[str] | str | None
+
+
+def conditions_of(conditions: Conditions) -> list[str] | None:
+    """`{"lr": 0.1}` as `["lr=0.1"]`; a list of conditions such as `lr>=0.1` stays as it is."""
+    if isinstance(conditions, Mapping):
+        return [f"{name}={setting_text(value)}" for name, value in conditions.items()]
+    return [conditions] if isinstance(conditions, str) else list(conditions or ()) or None
+
+
+def list_all(
+    phase: str | None = None,
+    prefix: str | None = None,
+    *,
+    labels: Conditions = None,
+    settings: Conditions = None,
+    metrics: Conditions = None,
+    sort: str | None = None,
+) -> Flow[list[Training]]:
     """The trainings of all pages."""
     trainings: list[Training] = []
-    query = {"limit": 500, "phase": phase, "prefix": prefix}
+    query: dict[str, Any] = {
+        "limit": 500,
+        "phase": phase,
+        "prefix": prefix,
+        "label": conditions_of(labels),
+        "setting": conditions_of(settings),
+        "metric": conditions_of(metrics),
+        "sort": sort,
+    }
     while True:
         page = decode_answer((yield from send(Send("GET", ALL, query))), TrainingList)
         trainings += page.items
@@ -473,7 +500,7 @@ def _next(
 
 def _describe_timeout(training: Training, timeout: float) -> str:
     status, size = training.status, training.spec.world_size
-    text = f"training {training.name!r}: {status.world.ready} of {size.target} ranks"
+    text = f"training {training.display_name!r}: {status.world.ready} of {size.target} ranks"
     text += f" ready after {timeout:g} s (min {size.min}, "
     text += f"phase {status.phase.value or 'not observed yet'})"
     if training.has_surplus:

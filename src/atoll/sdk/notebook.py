@@ -73,7 +73,7 @@ def follow(
 
 def _draw(handle: DistributedTraining, draw: Show) -> None:
     try:
-        newest_metrics = handle._client.run(flows.newest_metrics(METRICS, [handle.name])).items
+        newest_metrics = handle._client.run(flows.newest_metrics(METRICS, [handle.last.name])).items
     except AtollError:
         newest_metrics = []  # the control plane is away
     draw(handle.last, newest_metrics, "")
@@ -127,5 +127,5 @@ def describe_training(training: Training) -> str:
     if status.phase.is_terminal:
         return escape_control(describe_end(training))
     return escape_control(
-        f"{training.name} {status.phase.value or 'new'}: {describe_status(status)}"
+        f"{training.display_name} {status.phase.value or 'new'}: {describe_status(status)}"
     )

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL
+from atoll.core.settings import Setting
 from atoll.core.spec import (
     BenchSpec,
     ProviderFilter,
@@ -66,6 +67,8 @@ class DeployOptions(TypedDict, total=False):
     executor: str | None
     mesh: bool | None
     replace: bool | None
+    labels: Mapping[str, str] | None
+    settings: Mapping[str, Setting] | None
     wait: Wait | None
     timeout: float | None
 

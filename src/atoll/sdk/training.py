@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from msgspec.structs import replace
 
 from atoll.core import html
-from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
+from atoll.core.checks import check_as, check_env, check_int, check_timeout
 from atoll.core.errors import AtollError, NotFound, ValidationError
 from atoll.core.metrics import MetricSeriesList
 from atoll.core.rank_access import EXEC_TIMEOUT_S, ExecRequest, ExecResult, KillRequest, KillResult
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary
+from atoll.core.settings import Settings, name_label
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
 from atoll.core.status import (
     AttemptStatus,
@@ -91,7 +92,17 @@ class DistributedTraining:
 
     @property
     def name(self) -> str:
-        return self._ref.name
+        """As it was given."""
+        return self.last.display_name
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.last.spec.labels
+
+    @property
+    def settings(self) -> Settings:
+        """What was varied: flags of the command, `settings=` and `atoll.report_settings`."""
+        return self._now().settings
 
     @property
     def uid(self) -> str:
@@ -538,7 +549,7 @@ class DistributedTraining:
         args: Sequence[str] | None,
     ) -> Flow[Training]:
         if name is not None:
-            check_name("name", name)
+            name_label("name", name)
         if isinstance(args, str):
             raise ValidationError("args", args, "expected a list of arguments")
         variables = dict(env or {})

@@ -151,6 +151,7 @@ def assemble(
             on_pass=lambda done: gauges.record_pass(done.seconds),
             idle_s=metrics.idle_tracker.idle_s,
             rounds=metrics.rounds.observed,
+            settings=lambda uid: metrics.settings.get(uid, {}),
         )
         metrics.rounds.on_news = controller.wake
         return controller.run()

@@ -91,7 +91,7 @@ def test_the_command_prints_the_new_name(
     command = [sys.executable, "-m", "atoll.cli", "rerun", "a"]
     made = subprocess.run(command, capture_output=True, text=True, check=True)
     assert made.stdout == "a-r2\n"
-    bad = subprocess.run([*command, "--name", "No!"], capture_output=True, text=True)
+    bad = subprocess.run([*command, "--name", "no/such"], capture_output=True, text=True)
     assert bad.returncode == 2
     assert "name" in bad.stderr
     followed = subprocess.run([*command, "--follow"], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`atoll logs` prints lines as they come, and `atoll ps` sorts by what ranks reported."""
+"""`atoll logs` prints lines as they come."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from atoll.cli import follow, trainings
-from atoll.cli.trainings import sort_by_metric
-from atoll.core.metrics import LatestMetric, MetricValue
-from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import LogLine, Training
+from atoll.core.status import LogLine
 from atoll.sdk import wire as sdk_wire
 
 
@@ -31,7 +28,7 @@ def test_a_line_is_printed_before_the_next_is_read(
             yield LogLine(rank=0, text=f"line {number}", time=None)
 
     spec = SimpleNamespace(world_size=SimpleNamespace(max=1))
-    training = SimpleNamespace(name="t", uid="u", last=SimpleNamespace(spec=spec))
+    training = SimpleNamespace(name="t", uid="u", last=SimpleNamespace(spec=spec, name="t"))
     client = SimpleNamespace(get=lambda name: training, wire=None)
     monkeypatch.setattr(trainings, "Client", lambda: client)
     monkeypatch.setattr(sdk_wire, "read_log", lines)
@@ -41,23 +38,3 @@ def test_a_line_is_printed_before_the_next_is_read(
     assert done.exit_code == 0
     assert printed == ["line 0", "line 1", "line 2"]
     assert asked
-
-
-def training(name: str) -> Training:
-    size = WorldSize(min=1, target=1, max=1)
-    spec = TrainingSpec(name=name, command=["true"], world_size=size)
-    return Training(namespace="n", uid=name, spec=spec)
-
-
-def metric(uid: str, value: MetricValue) -> LatestMetric:
-    return LatestMetric(training=uid, uid=uid, name="loss", value=value, step=1, at=1.0)
-
-
-def test_the_least_is_first_or_last_and_what_is_no_number_comes_after() -> None:
-    values: dict[str, MetricValue] = {"b": 2.0, "a": 1.0, "n": "nan", "i": "inf"}
-    newest_metrics = {uid: metric(uid, value) for uid, value in values.items()}
-    trainings = [training(name) for name in ("none", "n", "i", "b", "a")]
-    up = [t.name for t in sort_by_metric(trainings, newest_metrics, is_reversed=False)]
-    down = [t.name for t in sort_by_metric(trainings, newest_metrics, is_reversed=True)]
-    assert up == ["a", "b", "i", "n", "none"]
-    assert down == ["i", "b", "a", "n", "none"]

@@ -29,11 +29,20 @@ def spec(**changes: Any) -> TrainingSpec:
 
 
 BAD: list[tuple[str, Any]] = [
-    ("name", lambda: spec(name="A")),
+    ("name", lambda: spec(name="ä")),
     ("name", lambda: spec(name="a/b")),
     ("name", lambda: spec(name="..")),
     ("name", lambda: spec(name="-a")),
-    ("name", lambda: spec(name="a" * 64)),
+    ("name", lambda: spec(name="a" * 201)),
+    ("display_name", lambda: spec(display_name="a\n")),
+    ("labels", lambda: spec(labels=["a"])),
+    ("labels", lambda: spec(labels={"a=b": "c"})),
+    ("labels.a", lambda: spec(labels={"a": 1})),
+    ("settings", lambda: spec(settings={"": 1})),
+    ("settings", lambda: spec(settings={str(n): n for n in range(201)})),
+    ("settings.lr", lambda: spec(settings={"lr": float("nan")})),
+    ("settings.lr", lambda: spec(settings={"lr": [1]})),
+    ("settings.n", lambda: spec(settings={"n": 10**30})),
     ("name", lambda: spec(name="")),
     ("name", lambda: spec(name="a\n")),
     ("name", lambda: spec(name=7)),

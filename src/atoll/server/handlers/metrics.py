@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Iterable
 from typing import Annotated
 
 from msgspec import Meta
@@ -13,6 +14,7 @@ from atoll.agent.metrics import MAX_BATCH
 from atoll.backends.metrics_token import read_token
 from atoll.core.errors import Denied, NotFound, Temporary, ValidationError
 from atoll.core.metrics import (
+    MACHINE,
     LatestMetric,
     LatestMetricList,
     MetricSeries,
@@ -21,6 +23,7 @@ from atoll.core.metrics import (
 )
 from atoll.core.model import Model
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of, with_absent
+from atoll.core.settings import name_label
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.metrics.rounds import RoundTable, StoreObservation
@@ -68,15 +71,15 @@ class NewestQuery(Query, frozen=True):
 
 
 async def newest_metrics(call: ApiCall) -> Answer:
-    """The newest values of trainings, for lists of them."""
+    """The newest values of trainings, for lists of them; without names, of all they report."""
     query: NewestQuery = call.query
-    if not 1 <= len(query.name) <= MAX_NAMES:
-        expected = f"expected 1 to {MAX_NAMES} names of series"
+    if len(query.name) > MAX_NAMES:
+        expected = f"expected at most {MAX_NAMES} names of metrics"
         raise ValidationError("name", query.name, expected)
     metric_store = call.plane.metrics
     if metric_store is None:
         return json_answer(LatestMetricList(items=[]))
-    trainings = set(query.training)
+    trainings = {name_label("training", name) for name in query.training}
     uids = [
         (name, uid)
         for uid, (namespace, name) in call.plane.informer.keys()
@@ -91,8 +94,9 @@ def _newest(
 ) -> list[LatestMetric]:
     items = []
     for training, uid in uids:
-        newest_values = metric_store.newest_values(uid, query.name) if query.ranks else {}
-        for name in query.name:
+        names = query.name or _reported_names(metric_store, uid)
+        newest_values = metric_store.newest_values(uid, names) if query.ranks else {}
+        for name in names:
             one = metric_store.first(uid, name)
             if one is None or not len(one):
                 continue
@@ -110,11 +114,46 @@ def _newest(
                     value=_json_number(columns[MEAN][-1]),
                     step=None if math.isnan(step) else int(step),
                     at=columns[AT][-1],
+                    min=_json_number(lowest(one)),
+                    max=_json_number(highest(one)),
                     spark=[_json_number(part) for part in spark_of(one)],
                     ranks={rank: _json_number(value) for rank, value in of_ranks.items()},
                 )
             )
     return items
+
+
+def _reported_names(metric_store: MetricStore, uid: str) -> list[str]:
+    """What ranks reported themselves, in order of name."""
+    names = {name for _, _, name in metric_store.keys(uid) if not name.startswith(MACHINE)}
+    return sorted(names)[:MAX_NAMES]
+
+
+def lowest(series: Series) -> float:
+    """Of the finite values; NaN if there is none."""
+    columns = zip(series.columns[MIN], series.columns[COUNT], strict=True)
+    return min((value for value, count in columns if count), default=math.nan)
+
+
+def highest(series: Series) -> float:
+    columns = zip(series.columns[MAX], series.columns[COUNT], strict=True)
+    return max((value for value, count in columns if count), default=math.nan)
+
+
+def aggregates_of(
+    metric_store: MetricStore, uids: Iterable[str], names: Iterable[str]
+) -> dict[tuple[str, str, str], float]:
+    """The last, lowest and highest value of these metrics, by training."""
+    names, values = list(names), {}
+    for uid in uids:
+        for name in names:
+            one = metric_store.first(uid, name)
+            if one is None or not len(one):
+                continue
+            values[uid, "last", name] = one.columns[MEAN][-1]
+            values[uid, "min", name] = lowest(one)
+            values[uid, "max", name] = highest(one)
+    return values
 
 
 def spark_of(series: Series) -> list[float]:

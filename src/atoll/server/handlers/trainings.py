@@ -9,14 +9,13 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import replace
 
 from atoll.agent.result import JSON, NONE
-from atoll.core.checks import check_name
 from atoll.core.errors import (
     Conflict,
     Gone,
@@ -27,10 +26,12 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import Model, SpecModel, encode
-from atoll.core.ports import Change, Key, Store
+from atoll.core.ports import Change, Key, Store, TrainingPage
 from atoll.core.problem import problem_of
 from atoll.core.ranks import AttemptList, attempts_of, find_warnings, merge_warnings
 from atoll.core.rounds import with_rounds
+from atoll.core.select import Metrics, Selection
+from atoll.core.settings import name_label
 from atoll.core.spec import RankNumber, ScaleTarget, TrainingSpec, WorldSize
 from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList, training_stats
 from atoll.server.handlers.admission import (
@@ -43,7 +44,7 @@ from atoll.server.handlers.admission import (
     probe_executors,
     unsupported_message,
 )
-from atoll.server.handlers.metrics import summary_of_training
+from atoll.server.handlers.metrics import aggregates_of, summary_of_training
 from atoll.server.http.operations import (
     SSE,
     Answer,
@@ -184,6 +185,11 @@ class ListQuery(OneQuery, frozen=True, rename={"continue_": "continue"}):
     continue_: Annotated[str, Meta(pattern="^[A-Za-z0-9_=-]{1,2000}$")] | None = None
     phase: Literal["pending", "ready", "succeeded", "failed", "cancelled"] | None = None
     prefix: Annotated[str, Meta(max_length=63, pattern="^[a-z0-9-]*$")] = ""
+    # Each is a name, or one with a value: `lr=0.1`, `lr>=0.1`, `min:loss<2`. All must hold.
+    label: list[str] = []
+    setting: list[str] = []
+    metric: list[str] = []
+    sort: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
 
 class Scale(SpecModel, frozen=True):
@@ -256,7 +262,9 @@ async def read(call: ApiCall) -> Answer:
             training, training.status.ranks, metrics.rounds.observed(training.uid)
         )
         status = replace(
-            training.status, warnings=merge_warnings(training.status.warnings, new_warnings)
+            training.status,
+            warnings=merge_warnings(training.status.warnings, new_warnings),
+            settings=training.settings_with(metrics.settings.get(training.uid, {})),
         )
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())
@@ -268,13 +276,22 @@ async def read_many(call: ApiCall) -> Answer:
     query: ListQuery = call.query
     last_event_id(call)
     if query.watch:
-        if query.phase is not None or query.continue_ is not None:
-            option = "phase" if query.phase is not None else "continue"
-            value = getattr(query, option, query.continue_)
-            raise ValidationError(option, value, "not with watch")
+        for option in ("phase", "continue_", "label", "setting", "metric", "sort"):
+            if value := getattr(query, option):
+                raise ValidationError(option.strip("_"), value, "not with watch")
         return await watch(call, None)
     _check_watch_options(query)
+    selection = Selection.parse(query.label, query.setting, query.metric, query.sort)
     version = await call.plane.store.version()
+    page = await (_page if selection.sort is None else _sorted_page)(call, selection)
+    stale = call.plane.setup.stale()
+    items = [redact(with_staleness(training, stale)) for training in page.items]
+    return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
+
+
+async def _page(call: ApiCall, selection: Selection) -> TrainingPage:
+    """In order of name. A page of a filtered list may be short, or empty, and have a next one."""
+    query: ListQuery = call.query
     page = await call.plane.store.page(
         call.namespace,
         after=query.continue_ or "",
@@ -282,9 +299,46 @@ async def read_many(call: ApiCall) -> Answer:
         phase=query.phase,
         prefix=query.prefix,
     )
-    stale = call.plane.setup.stale()
-    items = [redact(with_staleness(training, stale)) for training in page.items]
-    return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
+    if selection == Selection():
+        return page
+    values = await _metrics_of(call, page.items, selection)
+    return page._replace(items=[each for each in page.items if selection.matches(each, values)])
+
+
+async def _sorted_page(call: ApiCall, selection: Selection) -> TrainingPage:
+    """All trainings are read for it; `continue` is the position in the sorted list."""
+    query: ListQuery = call.query
+    start = query.continue_ or "0"
+    if not re.fullmatch("[0-9]{1,9}", start):
+        raise ValidationError("continue", start, "expected the continue of the page before")
+    trainings: list[Training] = []
+    more: str | None = ""
+    while more is not None:
+        page = await call.plane.store.page(
+            call.namespace, after=more, limit=500, phase=query.phase, prefix=query.prefix
+        )
+        trainings += page.items
+        more = page.more
+        await asyncio.sleep(0)
+    values = await _metrics_of(call, trainings, selection)
+
+    def order() -> list[Training]:
+        matching = (each for each in trainings if selection.matches(each, values))
+        return selection.order(matching, values, time.time())
+
+    ordered = await asyncio.to_thread(order)
+    end = int(start) + query.limit
+    return TrainingPage(ordered[int(start) : end], str(end) if end < len(ordered) else None)
+
+
+async def _metrics_of(
+    call: ApiCall, trainings: Sequence[Training], selection: Selection
+) -> Metrics:
+    metric_store, names = call.plane.metrics, selection.metric_names
+    if metric_store is None or not names:
+        return {}
+    uids = [training.uid for training in trainings]
+    return await asyncio.to_thread(aggregates_of, metric_store, uids, names)
 
 
 def _check_watch_options(query: OneQuery) -> None:
@@ -417,7 +471,7 @@ class Rerun(SpecModel, frozen=True):
 
     def __post_init__(self) -> None:
         if self.name is not None:
-            check_name("name", self.name)
+            name_label("name", self.name)
 
 
 async def rerun(call: ApiCall) -> Answer:
@@ -430,11 +484,11 @@ async def rerun(call: ApiCall) -> Answer:
     executor = call.plane.executors[spec.executor or ""]
     if missing := executor.missing_path(spec):
         raise Conflict(f"training {old.name!r} cannot be run again: {missing} is gone")
-    for name in names_after(old.name) if changes.name is None else (changes.name,):
+    for name in names_after(old.display_name) if changes.name is None else (changes.name,):
         new = Training(
             namespace=call.namespace,
             uid=uuid.uuid4().hex,
-            spec=replace(spec, name=name),
+            spec=replace(spec, name=name, display_name=None),
             created_at=time.time(),
         )
         try:

@@ -28,13 +28,13 @@ from starlette.types import Receive, Scope, Send
 from atoll.controller.informer import Informer
 from atoll.controller.loop import machine_clock
 from atoll.core import errors
-from atoll.core.checks import check_name
 from atoll.core.clock import Now
 from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import convert, decode, decode_error, encode
 from atoll.core.phase import ConditionType
 from atoll.core.ports import Change, Executor, Store, Tokens
 from atoll.core.problem import Problem, problem_of
+from atoll.core.settings import name_label
 from atoll.core.spec import MAX_SPEC_BYTES, TrainingSpec, check_spec_size
 from atoll.core.status import Training, set_condition
 from atoll.metrics.store import MetricStore
@@ -418,7 +418,7 @@ def _request_handler(
         namespace = "" if operation.is_open else await authenticate(plane, request)
         name = request.path_params.get("name", "")
         if operation.has_name:
-            check_name("name", name)
+            name = name_label("name", name)
         query = read_query(request, operation.query)
         async with contextlib.AsyncExitStack() as turn:
             body: Any = None

@@ -24,6 +24,7 @@ from atoll.core.executors import LOCAL
 from atoll.core.model import Model
 from atoll.core.phase import describe_reason
 from atoll.core.ranks import attempts_of
+from atoll.core.settings import parse_value, setting_text
 from atoll.core.spec import BenchSpec, TrainingSpec
 from atoll.core.status import (
     AttemptStatus,
@@ -156,6 +157,12 @@ def shell_of(spec: TrainingSpec, name: str) -> str:
         argv += ["--env", variable]
     for package in options.pop("pip_packages", ()):
         argv += ["--pip", package]
+    for label, text in options.pop("labels", {}).items():
+        argv += ["--label", f"{label}={text}"]
+    for setting, value in options.pop("settings", {}).items():
+        if parse_value(setting_text(value)) != value:
+            return ""
+        argv += ["--set", f"{setting}={setting_text(value)}"]
     for option, value in options.items():
         if option not in FLAGS:
             return ""

@@ -151,7 +151,7 @@ def row_of(training: Training) -> TrainingRow:
 
 def _sentence(training: Training) -> tuple[str, str]:
     """The cause, and the sentence after it."""
-    status, name = training.status, training.name
+    status, name = training.status, training.display_name
     if status.phase.is_terminal:
         terms = describe_end(training).removeprefix(f"{name} ")
         cause = status.root_cause

@@ -72,7 +72,7 @@ def test_the_bounds_of_numbers_in_a_spec(field: str) -> None:
 
 
 VALUES: dict[str, list[Any]] = {
-    "TrainingSpec.name": ["a", "a" * 63, "a" * 64, "", "A", "a-", "a_b"],
+    "TrainingSpec.name": ["a", "a" * 200, "a" * 201, "", "A", "-a", "a_b", "a/b", "..", "a.1"],
     "TrainingSpec.executor": ["local", "a" * 64, "", None],
     "TrainingSpec.workingDir": ["/", "/a", "a", "", None],
     "TrainingSpec.image": ["x", "", None],

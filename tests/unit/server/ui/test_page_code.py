@@ -53,9 +53,11 @@ CHANGES: dict[str, Any] = {
     "stall_s": 30.0,
     "stall_restart": True,
     "executor": "elsewhere",
+    "labels": {"team": "a b=c"},
+    "settings": {"lr": 0.1, "width": 64, "name": "adam w", "is_fast": True},
 }
 # What an option cannot say: the name is another one, and code is of the caller's directory.
-APART = {"name", "source", "code", "cancel"}
+APART = {"name", "display_name", "source", "code", "cancel"}
 PYTHON_ONLY = {"provider_filter", "topology_spread", "nccl_env"}
 
 
