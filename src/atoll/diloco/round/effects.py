@@ -17,12 +17,14 @@ from atoll.core.errors import AtollError
 from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round.objects import ZERO, Checkpoint, Manifest, Outcome, UploadHeader
+from atoll.objectstore.effects import Create as Create
+from atoll.objectstore.effects import Delete as Delete
+from atoll.objectstore.effects import Get as Get
+from atoll.objectstore.effects import List as List
+from atoll.objectstore.effects import Put as Put
+from atoll.objectstore.effects import StoreError as StoreError
 
 R = TypeVar("R")
-
-
-class StoreError(Exception):
-    """A request to the store failed for good: the driver has retried what may be retried."""
 
 
 class StoreIgnoresConditions(AtollError):
@@ -160,40 +162,6 @@ class EndMark(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Write an object. Answer: None."""
-
-    key: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Create:
-    """Write an object unless its key is taken. Answer: bool.
-
-    False: the key was taken. That may be by an earlier try of the same request, so it is no error
-    and does not say whose object is there.
-    """
-
-    key: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Delete objects. Those that are not there are no error. Answer: None."""
-
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Get:
-    """Read a small object. Answer: bytes, or None if it is not there."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
 class GetAll:
     """Read small objects, several at a time. Answer: {key: bytes or None}."""
 
@@ -208,18 +176,6 @@ class Headers:
     """
 
     keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class List:
-    """List the keys that begin with `prefix` and come after `after`, sorted.
-
-    Answer: [(key, the store's time of its last write in seconds)]. It may be no snapshot: objects
-    written or deleted meanwhile are in it or not, each for itself.
-    """
-
-    prefix: str
-    after: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,435 @@
+"""Publisher and Follower: the machine over a real store, with torch's tensors and folders.
+
+A request that fails for good ends the call with the client's error; what was open is settled by the
+next call. Both are used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+
+from atoll.agent.metrics import report
+from atoll.core.errors import BackendError, NotFound, Temporary, ValidationError
+from atoll.files.writing import write_file
+from atoll.objectstore import ObjectStore
+from atoll.objectstore.effects import Create, Delete, Get, List, Put, StoreError
+from atoll.weights.group import GroupPublisher, TorchProcesses
+from atoll.weights.machine import PublisherMachine, Reader
+from atoll.weights.records import Damaged, VersionRecord
+from atoll.weights.state import Tensors, TensorsSource, TensorValue, Threads, load_files
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R")
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+# How often a follower asks for the next version: a version takes longer than this to load. A folder
+# answers at once.
+POLL_S, FOLDER_POLL_S = 1.0, 0.05
+KEPT_FOLDERS = 2  # of versions that were written: an engine may still read the one before
+MAX_THREADS = 8  # beyond it memory is the limit, not cores
+MAX_EXTRA_BYTES = 64 << 20  # of one file beside the tensors; a tokenizer has 20 MB at the most
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)|atoll\.json")
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of the weights. `number` orders versions; `step` is the publisher's label.
+
+    `changed`: values that differ from the version before; `bytes`: what was uploaded for it.
+    """
+
+    number: int
+    step: int | None
+    changed: int
+    bytes: int
+
+
+def _version(record: VersionRecord) -> Version:
+    return Version(record.number, record.step, record.changed, record.bytes)
+
+
+class StoreDriver:
+    """Performs the requests of a machine."""
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        self.store = ObjectStore.open(uri)
+
+    def run(self, steps: Generator[Any, Any, R]) -> R:
+        answer: Any = None
+        problem: Exception | None = None
+        while True:
+            try:
+                effect = steps.send(answer) if problem is None else steps.throw(problem)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            except StoreError as error:
+                raise error.__cause__ or error from None
+            answer, problem = None, None
+            try:
+                answer = self.perform(effect)
+            except BackendError as error:
+                problem = StoreError(str(error))
+                problem.__cause__ = error
+
+    def perform(self, effect: Any) -> Any:
+        match effect:
+            case Put(key, body):
+                # A record names it later, so it must outlast a loss of power as the record does.
+                return self.store.put(key, body, is_durable=not key.startswith("lease/"))
+            case Create(key, body):
+                return self.store.create(key, body)
+            case Get(key):
+                try:
+                    return self.store.get(key)
+                except NotFound:
+                    return None
+            case List(prefix, after):
+                rows = self.store.list(prefix.rstrip("/"), after or None)
+                return [(row.key, row.modified.timestamp()) for row in rows]
+            case Delete(keys):
+                return self.store.delete(keys)
+        raise TypeError(f"no effect: {effect!r}")
+
+
+def _threads() -> Threads:
+    return Threads(min(len(os.sched_getaffinity(0)), MAX_THREADS))
+
+
+class Publisher:
+    """Publishes versions to `uri`; whoever published there before is fenced.
+
+    `dtype`: floating point tensors are published as this. `files`: a folder, or paths of files
+    (`config.json`, tokenizer), which go with every full copy. `full_every`: a full copy after so
+    many versions. `keep`: so many versions stay for followers that are behind without a lease.
+    `process_group`: all its processes make a Publisher and publish together, each its share.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+        full_every: int = 25,
+        keep: int = 8,
+        process_group: Any = None,
+    ) -> None:
+        if not isinstance(full_every, int) or full_every < 1:
+            raise ValidationError("full_every", full_every, "expected a number of at least 1")
+        if not isinstance(keep, int) or keep < 0:
+            raise ValidationError("keep", keep, "expected a number of at least 0")
+        self._dtype = dtype
+        self._extra = _read_files(files)
+        self._driver = StoreDriver(uri)
+        self._threads = _threads()
+        run = self._threads.run
+        self._machine = PublisherMachine(
+            secrets.token_hex(8),
+            lambda each: load_files(each, run),
+            time.monotonic,
+            full_every,
+            keep,
+        )
+        self._group: GroupPublisher | None = None
+
+        def check() -> None:
+            self._driver.store.require_conditional_writes("probe")
+
+        if process_group is None:
+            check()
+            self._driver.run(self._machine.open())
+            return
+        processes = TorchProcesses(process_group)
+        is_leader = processes.rank == 0
+        self._group = GroupPublisher(
+            processes, self._machine if is_leader else None, self._driver.run, self._extra, run
+        )
+        self._group.open(check)
+
+    def publish(self, named_tensors: NamedTensors, step: int | None = None) -> Version:
+        """Publish these tensors; returns when the version is committed.
+
+        Raises Temporary if the store does not answer: train on, the next publish has everything.
+        Raises Superseded, for good, if another publisher came. The iterator is read to its end
+        whatever happens, since other processes may take part in each of its steps.
+        """
+        if step is not None and not isinstance(step, int):
+            raise ValidationError("step", step, "expected a whole number or None")
+        gathered = _gather(named_tensors)
+
+        def convert(name: str, tensor: Any) -> TensorValue:
+            return _value(name, tensor, self._dtype)
+
+        try:
+            if self._group is not None:
+                record = self._group.publish(gathered, convert, step)
+            else:
+                values = ((name, convert(name, each)) for name, each in gathered)
+                source = TensorsSource(values, self._extra, self._threads.run)
+                record = self._driver.run(self._machine.publish(source, step))
+            version = _version(record)
+            report(step, weights_published=version.number, weights_bytes=version.bytes)
+            return version
+        finally:
+            for _ in gathered:
+                pass
+
+    def close(self) -> None:
+        """Learn whether a publish without an answer was committed, and commit it if it was not."""
+        try:
+            if self._group is not None:
+                self._group.settle()
+            elif not self._machine.successor:
+                self._driver.run(self._machine.settle())
+        finally:
+            self._threads.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Follower:
+    """Follows the versions at `uri`. `name` is what `atoll weights` shows; by default the host's.
+
+    The host copy is verified before it is used: its values are the publisher's, bit for bit.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], *, name: str | None = None) -> None:
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValidationError("name", name, "expected letters, digits, '-' and '_', at most 63")
+        host = name or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40] or "follower"
+        self._driver = StoreDriver(uri)
+        self._threads = _threads()
+        run = self._threads.run
+        self._reader = Reader(
+            f"{host}.{secrets.token_hex(6)}", lambda each: load_files(each, run), time.monotonic
+        )
+        self._last = 0  # the newest number that was returned
+
+    @property
+    def version(self) -> Version | None:
+        """The version in the host copy."""
+        record = self._reader.record
+        return _version(record) if record and record.number >= self._last else None
+
+    def next(self, timeout: float = 0, number: int | None = None) -> Version | None:
+        """Go to the newest version; None if there is no newer one within `timeout` seconds.
+
+        With `number`, to exactly that one: all processes of one engine must load the same, so the
+        caller names it. Raises ValidationError if it has been passed. Nothing outside the host copy
+        changes.
+        """
+        if number is not None and (not isinstance(number, int) or number < max(self._last, 1)):
+            raise ValidationError("number", number, f"expected at least {max(self._last, 1)}")
+        deadline = time.monotonic() + timeout
+        while True:
+            before = self._last
+            if number is None or number != before or self.version is None:
+                self._driver.run(self._reader.advance(number))
+            version = self.version
+            if version is not None:
+                if version.number > self._last:
+                    report(version.step, weights_served=version.number)
+                self._last = version.number
+                if version.number == number or (number is None and version.number > before):
+                    return version
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(left, FOLDER_POLL_S if self._driver.store.is_folder else POLL_S))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the host copy. The next `next` changes them: clone what you keep."""
+        return {name: _tensor(each) for name, each in self._copy().tensors.items()}
+
+    def copy_into(self, module: torch.nn.Module) -> None:
+        """Copy all tensors into the module of the same names and shapes.
+
+        Raises ValidationError, with nothing copied, if one of them does not fit.
+        """
+        import torch
+
+        tensors, state = self.tensors(), module.state_dict(keep_vars=True)
+        missing = [name for name, _ in module.named_parameters() if name not in tensors]
+        if missing:
+            raise ValidationError("module", missing[0], "the version has no such tensor")
+        for name, tensor in tensors.items():
+            if name not in state:
+                raise ValidationError(
+                    "module", name, "expected a tensor of this name in the module"
+                )
+            if state[name].shape != tensor.shape:
+                raise ValidationError(
+                    "module", name, f"expected the shape {tuple(tensor.shape)} of the version"
+                )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                state[name].copy_(tensor)
+
+    def write(self, folder: str | os.PathLike[str]) -> str:
+        """Write `FOLDER/vN`, which `from_pretrained` reads, and point the link `current` to it.
+
+        Returns the path of `FOLDER/vN`. The version before stays, for whoever reads it; older ones
+        are deleted.
+        """
+        copy, version = self._copy(), self.version
+        assert version is not None
+        root = Path(folder)
+        target = root / f"v{version.number}"
+        if not target.exists():
+            draft = root / f".v{version.number}.{secrets.token_hex(4)}"
+            draft.mkdir(parents=True)
+            for name, pieces in copy.files():
+                write_file(draft / name, list(pieces), mode=0o644, is_durable=False)
+            draft.rename(target)
+        link = root / "current"
+        if not link.is_symlink() or os.readlink(link) != target.name:
+            draft_link = root / f".current.{secrets.token_hex(4)}"
+            draft_link.symlink_to(target.name)
+            draft_link.rename(link)
+        old = sorted((n for each in root.iterdir() if (n := _number_of(each.name))), reverse=True)
+        for path in root.iterdir():
+            is_draft = path.name.startswith((".v", ".current."))
+            if is_draft or _number_of(path.name) in old[KEPT_FOLDERS:]:
+                shutil.rmtree(path, ignore_errors=True)
+        return str(target)
+
+    def verify(self) -> None:
+        """Read the whole host copy again; raises Damaged if its memory has changed."""
+        self._copy().verify()
+
+    def close(self) -> None:
+        """Drop the lease."""
+        try:
+            self._driver.run(self._reader.leave())
+        except Temporary:
+            pass  # it ends by itself
+        finally:
+            self._threads.close()
+
+    def _copy(self) -> Tensors:
+        copy = self._reader.copy
+        if self.version is None or not isinstance(copy, Tensors):
+            raise Damaged("there is no version yet: call next() until it returns one")
+        return copy
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _number_of(folder: str) -> int:
+    return int(folder[1:]) if re.fullmatch(r"v[0-9]{1,10}", folder) else 0
+
+
+# -- Tensors
+
+
+def _gather(named_tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
+    """Each tensor whole: every process of a sharded model takes part in each step."""
+    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    for name, tensor in items:
+        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _value(name: str, tensor: Any, dtype: Any) -> TensorValue:
+    """The tensor's bytes in host memory; not copied where they are there."""
+    if not hasattr(tensor, "detach"):
+        array = np.ascontiguousarray(tensor)
+        kind = DTYPES.get(array.dtype.name)
+        shape, data = np.shape(tensor), array.reshape(-1).view(np.uint8)
+    else:
+        import torch
+
+        tensor = tensor.detach()
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        kind = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        shape = tuple(tensor.shape)
+        data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if kind is None:
+        raise ValidationError(
+            f"named_tensors[{name!r}]", str(tensor.dtype), "no such type is known"
+        )
+    return TensorValue(kind, shape, data)
+
+
+def _tensor(value: TensorValue) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, _NAMES[value.dtype])
+    if not value.data.size:
+        return torch.empty(value.shape, dtype=dtype)
+    return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
+
+
+def _read_files(
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
+) -> dict[str, bytes]:
+    """What goes with full copies: the files of a folder that are no weights, or those named."""
+    if files is None:
+        return {}
+    if isinstance(files, str | os.PathLike):
+        folder = Path(files)
+        if not folder.is_dir():
+            raise ValidationError(
+                "files", os.fspath(files), "expected a folder, or a list of files"
+            )
+        paths = [each for each in sorted(folder.iterdir()) if each.is_file()]
+        paths = [each for each in paths if not _WEIGHTS.fullmatch(each.name)]
+        paths = [each for each in paths if not each.name.startswith(".")]
+    else:
+        paths = [Path(each) for each in files]
+    extra: dict[str, bytes] = {}
+    for path in paths:
+        if not _FILE.fullmatch(path.name) or _WEIGHTS.fullmatch(path.name) or path.name in extra:
+            raise ValidationError("files", path.name, "expected plain names, each once, no weights")
+        try:
+            if path.stat().st_size > MAX_EXTRA_BYTES:
+                raise ValidationError(
+                    "files", str(path), f"expected at most {MAX_EXTRA_BYTES} bytes"
+                )
+            extra[path.name] = path.read_bytes()
+        except OSError as error:
+            raise ValidationError(
+                "files", str(path), f"expected a file: {error.strerror}"
+            ) from error
+    return extra

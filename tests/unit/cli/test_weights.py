@@ -1,0 +1,58 @@
+"""`atoll weights`: the list, and a follower for programs that read a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from click.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.weights import Follower, Publisher
+
+
+def publish(folder: Path, versions: int) -> None:
+    with Publisher(folder, full_every=2) as publisher:
+        for step in range(versions):
+            publisher.publish({"w": np.arange(100, dtype=np.float32) + step}, step=step * 10)
+
+
+def test_the_list_has_versions_and_followers(tmp_path: Path) -> None:
+    publish(tmp_path, 3)
+    follower = Follower(tmp_path, name="rollout-7")
+    follower.next(number=3)
+    done = CliRunner().invoke(app, ["weights", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    channel = json.loads(done.output)
+    assert [(row["number"], row["step"]) for row in channel["versions"]] == [
+        (4, 20),
+        (3, 10),
+        (2, 0),
+    ]
+    (row,) = channel["followers"]
+    assert row["name"].startswith("rollout-7.")
+    assert (row["number"], row["behind"], row["isFresh"]) == (3, 1, True)
+    text = CliRunner().invoke(app, ["weights", str(tmp_path)]).output
+    assert "VERSION  STEP" in text
+    assert "rollout-7." in text
+
+
+def test_a_channel_without_versions_says_so(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["weights", str(tmp_path / "new")])
+    assert done.exit_code == 0
+    assert "no version yet" in done.output
+
+
+def test_follow_writes_a_folder_and_runs_the_command(tmp_path: Path) -> None:
+    publish(tmp_path / "channel", 2)
+    note = tmp_path / "note"
+    command = f'echo "$ATOLL_WEIGHTS_NUMBER $ATOLL_WEIGHTS_STEP $ATOLL_WEIGHTS_PATH" > {note}'
+    arguments = ["weights", "follow", str(tmp_path / "channel"), str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*arguments, "--then", command, "--once", "--json"])
+    assert done.exit_code == 0, done.output
+    path = tmp_path / "out" / "v3"
+    assert json.loads(done.output) == {"number": 3, "step": 10, "path": str(path)}
+    assert note.read_text() == f"3 10 {path}\n"
+    assert (path / "model.safetensors").exists()
+    assert CliRunner().invoke(app, [*arguments, "--then", "exit 3", "--once"]).exit_code == 1

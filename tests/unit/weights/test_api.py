@@ -1,0 +1,346 @@
+"""Publisher and Follower over a folder: bits, faults between any two requests, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.core.errors import ValidationError
+from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
+from tests.support.stores import FaultyStore
+
+
+@pytest.fixture(autouse=True)
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "ObjectStore", FaultyStore)
+    monkeypatch.setattr(FaultyStore, "fault", None)
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    """Some tensors that change a little with each step; the step tells their values."""
+    rng = np.random.default_rng(7)
+    tensors = {
+        f"layer.{n}": torch.from_numpy(rng.standard_normal((40, 30)).astype(np.float32))
+        for n in range(4)
+    }
+    tensors["embed"] = torch.arange(500, dtype=torch.int64)
+    for name, tensor in tensors.items():
+        tensor.view(-1)[step % 7 :: 97] += step + len(name)
+    return {
+        name: each.bfloat16() if each.is_floating_point() else each
+        for name, each in tensors.items()
+    }
+
+
+def assert_is(follower: Follower, step: int) -> None:
+    expected, tensors = weights(step), follower.tensors()
+    assert expected.keys() == tensors.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_a_follower_has_the_bits_of_every_version(tmp_path: Path) -> None:
+    with Publisher(tmp_path, full_every=4, keep=1) as publisher, Follower(tmp_path) as follower:
+        for step in range(12):
+            version = publisher.publish(weights(step), step=step)
+            assert follower.next() == version == follower.version
+            assert_is(follower, step)
+            follower.verify()
+        assert follower.next() is None
+        with Follower(tmp_path) as joiner:
+            assert joiner.next() == version
+            assert_is(joiner, 11)
+
+
+def test_a_delta_is_small_and_an_unchanged_version_has_no_bytes(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    full = publisher.publish(weights(0))
+    assert publisher.publish(weights(1)).bytes < full.bytes / 5
+    assert publisher.publish(weights(1)) == Version(4, None, 0, 0)
+
+
+def test_what_is_published_has_the_type_asked_for(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    Publisher(tmp_path, dtype=torch.bfloat16).publish(model.named_parameters())
+    follower = Follower(tmp_path)
+    follower.next()
+    assert {each.dtype for each in follower.tensors().values()} == {torch.bfloat16}
+    other = torch.nn.Linear(3, 2)
+    follower.copy_into(other)
+    assert torch.equal(other.weight, model.weight.bfloat16().float())
+
+
+def test_tensors_come_go_and_change_type_and_shape(tmp_path: Path) -> None:
+    publisher, follower = Publisher(tmp_path), Follower(tmp_path)
+    versions = [
+        {"a": torch.ones(3), "b": torch.zeros(2, 2)},
+        {"a": torch.ones(3).bfloat16(), "c": torch.tensor(5)},
+        {"a": torch.ones(4).bfloat16(), "b": torch.tensor([True]), "c": torch.empty(0)},
+        {"z": torch.full((2,), float("nan"))},
+    ]
+    for tensors in versions:
+        publisher.publish(tensors)
+        follower.next()
+        found = follower.tensors()
+        assert found.keys() == tensors.keys()
+        for name, each in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (each.dtype, each.shape)
+            assert torch.equal(found[name].nan_to_num(), each.nan_to_num())
+
+
+def test_an_optimizer_that_steps_meanwhile_makes_a_version_that_followers_take(
+    tmp_path: Path,
+) -> None:
+    publisher, follower = Publisher(tmp_path), Follower(tmp_path)
+    publisher.publish(weights(0))
+    follower.next()
+    tensors = weights(1)
+
+    def stepping() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            yield name, tensor
+            for each in tensors.values():
+                each += 1
+
+    version = publisher.publish(stepping())
+    assert follower.next() == version
+    assert publisher.publish(weights(2))
+    assert follower.next()
+    assert_is(follower, 2)
+
+
+def test_the_newer_trainer_wins_and_goes_on_with_a_delta(tmp_path: Path) -> None:
+    old, follower = Publisher(tmp_path), Follower(tmp_path)
+    old.publish(weights(0), step=0)
+    follower.next()
+    new = Publisher(tmp_path)
+    with pytest.raises(Superseded, match="another publisher"):
+        old.publish(weights(1))
+    version = new.publish(weights(2), step=2)
+    assert version.bytes < 1000
+    with pytest.raises(Superseded):
+        old.publish(weights(3))
+    old.close()
+    assert follower.next() == version
+    assert_is(follower, 2)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def count_requests(fail_at: int, how: Callable[[], BaseException], is_after: bool) -> list[int]:
+    """Fail request `fail_at`, before or after it happens; returns a list that grows with each."""
+    made: list[int] = []
+
+    def fault(what: str, key: str, is_done: bool) -> None:
+        if not is_done:
+            made.append(1)
+        if len(made) == fail_at and is_done == is_after:
+            raise how()
+
+    FaultyStore.fault = staticmethod(fault)  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_trainer_may_be_killed_between_any_two_requests(tmp_path: Path, is_after: bool) -> None:
+    at = 0
+    while True:
+        at += 1
+        folder = tmp_path / str(at)
+        made = count_requests(at, Killed, is_after)
+        is_killed = False
+        committed = -1
+        try:
+            publisher = Publisher(folder, full_every=2, keep=0)
+            for step in range(4):
+                publisher.publish(weights(step), step=step)
+                committed = step
+        except Killed:
+            is_killed = True
+        FaultyStore.fault = None
+        with Follower(folder) as follower:
+            version = follower.next()
+            if version is not None:
+                assert version.step is not None
+                assert committed <= version.step <= committed + 1
+                assert_is(follower, version.step)
+            else:
+                assert committed == -1
+            resumed = Publisher(folder, full_every=2, keep=0)
+            newest = resumed.publish(weights(9), step=9)
+            assert follower.next() == newest
+            assert_is(follower, 9)
+        if not is_killed:
+            assert len(made) > 30
+            return
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_publish_without_an_answer_is_neither_lost_nor_made_twice(
+    tmp_path: Path, is_after: bool
+) -> None:
+    publisher, follower = Publisher(tmp_path, full_every=3, keep=0), Follower(tmp_path)
+    made = count_requests(-1, Killed, is_after)
+    for step in range(4):
+        publisher.publish(weights(step), step=step)
+    for at in range(1, len(made) // 2):
+        step = 10 + at
+        count_requests(at, lambda: Temporary("no answer"), is_after)
+        try:
+            publisher.publish(weights(step), step=step)
+        except Temporary:
+            pass
+        FaultyStore.fault = None
+        before = follower.version
+        version = publisher.publish(weights(step + 1), step=step + 1)
+        assert follower.next() == version
+        assert before is None or version.number > before.number
+        assert_is(follower, step + 1)
+
+
+def test_close_settles_a_publish_without_an_answer(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    publisher.publish(weights(0), step=0)
+
+    def fault(what: str, key: str, is_done: bool) -> None:
+        if what == "create" and not is_done:
+            raise Temporary("no answer")
+
+    FaultyStore.fault = staticmethod(fault)  # type: ignore[assignment]
+    with pytest.raises(Temporary):
+        publisher.publish(weights(1), step=1)
+    FaultyStore.fault = None
+    publisher.close()
+    follower = Follower(tmp_path)
+    version = follower.next()
+    assert version is not None
+    assert (version.number, version.step) == (3, 1)
+    assert_is(follower, 1)
+
+
+def test_publish_reads_its_iterator_to_the_end_whatever_happens(tmp_path: Path) -> None:
+    old = Publisher(tmp_path)
+    Publisher(tmp_path)
+    taken = []
+
+    def tensors(bad: object = None) -> Iterator[tuple[str, object]]:
+        for number in range(5):
+            taken.append(number)
+            yield f"t{number}", torch.full((2,), number) if number != 2 else bad
+
+    with pytest.raises(Superseded):
+        old.publish(tensors(torch.zeros(1)))
+    assert taken == [0, 1, 2, 3, 4]
+    taken.clear()
+    new = Publisher(tmp_path)
+    with pytest.raises(ValidationError, match="t2"):
+        new.publish(tensors(torch.zeros(2, dtype=torch.complex64)))
+    assert taken == [0, 1, 2, 3, 4]
+    assert new.publish(tensors(torch.zeros(2))).number
+
+
+def test_a_number_is_reached_exactly_or_not_at_all(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path, full_every=2)
+    numbers = [publisher.publish(weights(step), step=step).number for step in range(6)]
+    follower = Follower(tmp_path)
+    assert follower.next(number=numbers[3]).step == 3  # type: ignore[union-attr]
+    assert_is(follower, 3)
+    assert follower.next(number=numbers[3]).step == 3  # type: ignore[union-attr]
+    assert follower.next(number=numbers[-1] + 1) is None
+    with pytest.raises(ValidationError, match="number"):
+        follower.next(number=numbers[2])
+
+
+def test_a_folder_that_others_read_is_never_written(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("old weights")
+    publisher = Publisher(tmp_path / "channel", files=tmp_path / "model")
+    follower, out = Follower(tmp_path / "channel"), tmp_path / "out"
+    for step in range(3):
+        publisher.publish(weights(step), step=step)
+        follower.next()
+        path = follower.write(out)
+        assert path == follower.write(out)
+        assert os.path.realpath(out / "current") == path
+        found = load_file(f"{path}/model.safetensors")
+        assert all(torch.equal(found[name], each) for name, each in weights(step).items())
+        assert (Path(path) / "config.json").read_text() == "{}"
+    assert sorted(each.name for each in out.iterdir()) == ["current", "v3", "v4"]
+
+
+def test_large_models_have_several_files_and_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.weights.state.FILE_BYTES", 5000)
+    monkeypatch.setattr("atoll.weights.state.PART_BYTES", 3000)
+    monkeypatch.setattr("atoll.weights.state.ROW_VALUES", 1000)
+    publisher, follower = Publisher(tmp_path / "a", full_every=3), Follower(tmp_path / "a")
+    for step in range(5):
+        publisher.publish(weights(step), step=step)
+        follower.next()
+        assert_is(follower, step)
+    path = Path(follower.write(tmp_path / "out"))
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) == 3
+    for name, file in index.items():
+        assert torch.equal(load_file(path / file)[name], weights(4)[name])
+
+
+def test_an_adapter_is_a_small_set_of_tensors(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    Publisher(tmp_path / "a", files=[tmp_path / "adapter_config.json"]).publish(weights(0))
+    follower = Follower(tmp_path / "a")
+    follower.next()
+    names = os.listdir(follower.write(tmp_path / "out"))
+    assert sorted(names) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_module_that_does_not_fit_is_left_as_it_is(tmp_path: Path) -> None:
+    Publisher(tmp_path).publish(torch.nn.Linear(3, 2).named_parameters())
+    follower = Follower(tmp_path)
+    with pytest.raises(Damaged, match="next"):
+        follower.tensors()
+    follower.next()
+    for module in (torch.nn.Linear(2, 2), torch.nn.Linear(3, 2, bias=False), torch.nn.Identity()):
+        before = [each.clone() for each in module.parameters()]
+        with pytest.raises(ValidationError, match="module"):
+            follower.copy_into(module)
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_verify_sees_memory_that_has_changed(tmp_path: Path) -> None:
+    Publisher(tmp_path).publish(weights(0))
+    follower = Follower(tmp_path)
+    follower.next()
+    follower.tensors()["embed"][3] = 9
+    with pytest.raises(Damaged, match="embed"):
+        follower.verify()
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        ({"full_every": 0}, "full_every"),
+        ({"keep": -1}, "keep"),
+        ({"files": "/nowhere"}, "files"),
+        ({"files": ["/etc/passwd.bin"]}, "files"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_happens(
+    tmp_path: Path, bad: dict[str, object], field: str
+) -> None:
+    with pytest.raises(ValidationError, match=field):
+        Publisher(tmp_path / "a", **bad)  # type: ignore[arg-type]
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(ValidationError, match="name"):
+        Follower(tmp_path / "a", name="a/b")
