@@ -146,6 +146,7 @@ def scattered_rank(number: int, dice: random.Random) -> RankStatus:
         phase=dice.choice(["Pending", "Running", "Succeeded", "Failed", "Stopped"]),
         pod_name=dice.choice(["", f"a-{number}-x", "a-1-y", "-", "*", "{rank}", "a b"]),
         node=dice.choice([None, "", "node-1", "node-11", "-"]),
+        pid=dice.choice([None, 1, 4711]),
         provider=dice.choice([None, "", "aws"]),
         region=dice.choice([None, "eu"]),
         restarts=dice.randrange(3),
