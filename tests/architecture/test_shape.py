@@ -18,6 +18,7 @@ import atoll
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_DEPLOY_FILES = 35
+MAX_POD_FUNCTIONS, MAX_POD_FILES = 140, 24
 MAX_LINES = 900  # one idea a file, read from top to bottom; httpx and starlette go to 2,000 and 900
 
 
@@ -219,3 +220,12 @@ def test_a_deploy_runs_code_of_few_files() -> None:
     functions, _, _, files, _ = done.stdout.split()
     assert int(functions) > 100
     assert int(files) <= MAX_DEPLOY_FILES, "python -m tools.deploy_files --list"
+
+
+def test_a_pod_event_runs_few_functions_of_few_files() -> None:
+    """What a reader has to open to follow one: from the watch to the status."""
+    command = [sys.executable, "-m", "tools.pod_path"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    functions, _, _, files, _ = done.stdout.split()
+    assert 50 < int(functions) <= MAX_POD_FUNCTIONS, "python -m tools.pod_path --list"
+    assert int(files) <= MAX_POD_FILES, "python -m tools.pod_path --list"

@@ -297,11 +297,6 @@ def _entry(spec: TrainingSpec, layout: RankLayout) -> list[str]:
     return [*entry, spec.source.kind]
 
 
-def needs_etcd(backend: str, *, has_mesh: bool) -> bool:
-    """Whether the training needs an etcd: for its rendezvous, or for the keys of the mesh gate."""
-    return backend == ETCD_BACKEND or has_mesh
-
-
 def meeting_environment(backend: str, meeting: Meeting) -> dict[str, str]:
     if backend == NO_BACKEND:
         return {

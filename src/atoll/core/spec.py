@@ -381,6 +381,11 @@ class TrainingSpec(SpecModel, frozen=True):
             expected = "expected none: ranks start in the root of the code"
             raise ValidationError("working_dir", self.working_dir, expected)
 
+    @property
+    def needs_etcd(self) -> bool:
+        """For its rendezvous, or for the keys of the mesh gate."""
+        return self.mesh or self.rendezvous.backend == "etcd-v2"
+
     def by_digest(self) -> TrainingSpec:
         """The spec with digests in place of its source and code."""
         if self.source is None and self.code is None:

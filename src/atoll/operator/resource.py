@@ -45,19 +45,21 @@ KEY_LABEL = "atoll.dev/idempotency-key"
 MAX_EVENTS = 100
 MAX_ATTEMPTS = 500
 EVENTS_LEFT = 10  # where there is no room for more
+ItemT = TypeVar("ItemT")
 
 
-def to_training(raw: Json) -> Training:
-    """Raises ValidationError if the spec breaks a rule."""
+def to_training(raw: Json, spec: TrainingSpec | None = None) -> Training:
+    """`spec` is that of the object, if it is known. Raises ValidationError if it breaks a rule."""
     metadata = raw["metadata"]
-    spec = {"executor": "kubernetes", **raw["spec"], "name": metadata["name"]}
-    status = raw.get("status") or {}
+    if spec is None:
+        fields = {"executor": "kubernetes", **raw["spec"], "name": metadata["name"]}
+        spec = decode(msgspec.json.encode(fields), TrainingSpec)
     leaving = metadata.get("deletionTimestamp")
     return Training(
         namespace=metadata["namespace"],
         uid=metadata["uid"],
-        spec=decode(msgspec.json.encode(spec), TrainingSpec),
-        status=_read_status(status),
+        spec=spec,
+        status=_read_status(raw.get("status") or {}),
         generation=metadata.get("generation", 1),
         resource_version=int(metadata["resourceVersion"]),
         created_at=datetime.fromisoformat(metadata["creationTimestamp"]).timestamp(),
@@ -108,32 +110,23 @@ def rfc3339(at: float) -> str:
     return moment.replace(tzinfo=None).isoformat(timespec=digits) + "Z"
 
 
-def read_events(status: Json) -> list[Event]:
-    """The events of a status that can be read."""
-    raw_events = status.get("events")
-    events = []
-    for item in raw_events if isinstance(raw_events, list) else ():
-        with contextlib.suppress(ValidationError):
-            events.append(decode(msgspec.json.encode(item), Event))
-    return events
-
-
-def read_attempts(status: Json) -> list[AttemptStatus]:
-    """The attempts in a status that can be read."""
-    raw = status.get("attempts")
-    attempts = []
-    for item in raw if isinstance(raw, list) else ():
-        with contextlib.suppress(ValidationError):
-            attempts.append(decode(msgspec.json.encode(item), AttemptStatus))
-    return attempts
+def read_list(items: Any, kind: type[ItemT]) -> list[ItemT]:
+    """Those of a status's events or attempts that can be read."""
+    read = []
+    for item in items if isinstance(items, list) else ():
+        with contextlib.suppress(msgspec.ValidationError):
+            read.append(convert(item, kind))
+    return read
 
 
 def with_attempts(status: Json, attempts: Sequence[AttemptStatus]) -> list[Json]:
     """The stored attempts plus these, the newest of them."""
-    if not attempts and isinstance(status.get("attempts", []), list):
-        return list(status.get("attempts", []))
-    newest = newest_attempts([*read_attempts(status), *attempts], MAX_ATTEMPTS)
-    return [msgspec.json.decode(encode(attempt)) for attempt in newest]
+    stored = status.get("attempts", [])
+    if not attempts and isinstance(stored, list):
+        return stored
+    both = [*read_list(stored, AttemptStatus), *attempts]
+    newest: list[Json] = msgspec.to_builtins(newest_attempts(both, MAX_ATTEMPTS))
+    return newest
 
 
 def to_resource(training: Training, mark: str | None = None) -> Json:
@@ -195,8 +188,7 @@ def status_body(
     body["phase"] = str(status.phase)
     body["observedGeneration"] = status.observed_generation
     body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.removed_ranks))
-    conditions = [c for c in status.conditions if c.type != ConditionType.STATUS_INCOMPLETE]
-    body["conditions"] = [_condition_body(c) for c in conditions]
+    body["conditions"] = [_condition_body(condition) for condition in status.conditions]
     body["selector"] = f"atoll.dev/uid={training.uid}"
     body["events"] = events
     if attempts:
@@ -232,19 +224,17 @@ def _condition_body(condition: Condition) -> Json:
 
 def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
     """The stored events plus these, the newest of them; a repeated event raises a count."""
-    history: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
+    history = read_list(status.get("events"), Event)
     for event in events:
-        last = history[-1] if history else {}
-        if [last.get(f) for f in ("type", "reason", "message")] == [
-            event.type,
-            event.reason,
-            event.message,
-        ]:
-            history[-1] = {**last, "at": event.at, "count": last.get("count", 1) + 1}
-            continue
-        numbered = replace(event, id=last.get("id", 0) + 1)
-        history.append(msgspec.json.decode(encode(numbered)))
-    return history[-MAX_EVENTS:]
+        last = history[-1] if history else None
+        if last and (last.type, last.reason, last.message) == (
+            *(event.type, event.reason, event.message),
+        ):
+            history[-1] = replace(last, at=event.at, count=last.count + 1)
+        else:
+            history.append(replace(event, id=last.id + 1 if last else 1))
+    newest: list[Json] = msgspec.to_builtins(history[-MAX_EVENTS:])
+    return newest
 
 
 def is_leaving(raw: Json) -> bool:

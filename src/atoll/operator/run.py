@@ -79,7 +79,8 @@ class Operator:
     front: LeaderFront | None = None  # None: there is no HTTP API
 
     def __post_init__(self) -> None:
-        self.informer = Informer(KubernetesStore(self.cluster, self.namespace))
+        self.store = KubernetesStore(self.cluster, self.namespace)
+        self.informer = Informer(self.store)
         self.gauges = Gauges(self.informer)
 
     async def lead(self) -> None:
@@ -142,10 +143,9 @@ class Operator:
     ) -> None:
         """Runs a controller, and what goes on beside it; none of that ends the controller."""
         cluster = self.cluster
-        store = KubernetesStore(cluster, self.namespace)
         executor = KubernetesBackend(**self.options, cluster=cluster, is_owner=True)
         tasks = assemble(
-            store=store,
+            store=self.store,
             executors={executor.name: executor},
             kinds={executor.name: KIND},
             informer=self.informer,
@@ -166,7 +166,7 @@ class Operator:
                     group.create_task(background.keep_running(name, work))
         finally:
             await executor.stop()
-            await store.close()
+            await self.store.close()
 
 
 async def _run(work: Work) -> None:

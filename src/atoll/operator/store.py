@@ -36,14 +36,13 @@ from atoll.core.model import encode
 from atoll.core.phase import ConditionType, PhaseReason
 from atoll.core.ports import PAGE_BYTES, Change, Key, SettledTraining, Snapshot, TrainingPage
 from atoll.core.spec import Code
-from atoll.core.status import AttemptStatus, Event, Status, Training
+from atoll.core.status import AttemptStatus, Event, Status, Training, clear_condition
 from atoll.operator.resource import (
     FINALIZER,
     KEY_LABEL,
     is_leaving,
     mark_incomplete,
-    read_attempts,
-    read_events,
+    read_list,
     smaller_bodies,
     spec_body,
     status_body,
@@ -72,7 +71,8 @@ class KubernetesStore:
         self._namespace = namespace
         self._code = CodeMaps(cluster)
         self._copies: set[asyncio.Task[None]] = set()
-        self._read: dict[str, Json] = {}  # objects as last read or written, by uid
+        # By uid: an object as it was last read or written, and the training that it is.
+        self._last: dict[str, tuple[Json, Training]] = {}
         self._refusals: dict[str, str] = {}  # the last status not stored, by uid, and why
 
     async def create(
@@ -116,8 +116,7 @@ class KubernetesStore:
 
     async def get(self, key: Key) -> Training:
         raw = await self._raw(key)
-        self._remember(raw)
-        return to_training(raw)
+        return self._remember(raw, self._parse(raw))
 
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         return (await self._list(namespace))[1]
@@ -203,21 +202,28 @@ class KubernetesStore:
         events: Sequence[Event] = (),
         attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
-        raw = self._read.pop(training.uid, None)
-        if raw is None or raw["metadata"]["resourceVersion"] != str(training.resource_version):
+        raw, last = self._last.pop(training.uid, (None, None))
+        if raw is None or last is None or last.resource_version != training.resource_version:
             raw = await self._raw(training.key)
             if _checked(raw, training).resource_version != training.resource_version:
                 raise _changed(training)
         if FINALIZER not in (raw["metadata"].get("finalizers") or ()) and not is_leaving(raw):
             raw = await self._hold(raw)
         before = raw.get("status") or {}
+        conditions = clear_condition(status.conditions, ConditionType.STATUS_INCOMPLETE)
+        status = replace(status, conditions=conditions)
         history, past = with_events(before, events), with_attempts(before, attempts)
         body = status_body(training, status, history, past)
         with _store_errors(training):
-            raw = await self._write_as_much(raw, body, training, status)
+            try:
+                raw = await self._write_status(raw, body)
+                version = int(raw["metadata"]["resourceVersion"])
+                training = replace(training, status=status, resource_version=version)
+            except (Permanent, Denied) as refusal:
+                raw = await self._write_less(raw, body, training, status, refusal)
+                training = to_training(raw)
         self._copy(raw, events)
-        self._remember(raw)
-        return to_training(raw)
+        return self._remember(raw, training)
 
     async def remove(self, training: Training) -> None:
         with contextlib.suppress(NotFound):
@@ -245,12 +251,14 @@ class KubernetesStore:
             return
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
-        history = read_events((await self._raw(key)).get("status") or {})
+        status = (await self._raw(key)).get("status") or {}
+        history = read_list(status.get("events"), Event)
         recent = [e for e in history if since is None or e.at >= since]
         return sorted(recent, key=lambda e: (e.at, e.id), reverse=True)
 
     async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
-        return read_attempts((await self._raw(key)).get("status") or {})
+        status = (await self._raw(key)).get("status") or {}
+        return read_list(status.get("attempts"), AttemptStatus)
 
     async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         namespace, name = key or (self._namespace, "")
@@ -293,11 +301,23 @@ class KubernetesStore:
     async def close(self) -> None:
         await asyncio.gather(*self._copies, return_exceptions=True)
 
-    def _remember(self, raw: Json) -> None:
+    def _parse(self, raw: Json) -> Training:
+        """Each version of an object is read once, and its spec once a generation."""
+        metadata = raw["metadata"]
+        _, last = self._last.get(metadata["uid"], (None, None))
+        if last is None:
+            return to_training(raw)
+        if last.resource_version == int(metadata["resourceVersion"]):
+            return last
+        is_same = last.generation == metadata.get("generation", 1)
+        return to_training(raw, last.spec if is_same else None)
+
+    def _remember(self, raw: Json, training: Training) -> Training:
         """The next status write can add events to this object without reading it again."""
-        if len(self._read) >= MAX_CACHED:
-            self._read.clear()
-        self._read[raw["metadata"]["uid"]] = raw
+        if len(self._last) >= MAX_CACHED:
+            self._last.clear()
+        self._last[training.uid] = raw, training
+        return training
 
     async def _raw(self, key: Key) -> Json:
         try:
@@ -354,15 +374,11 @@ class KubernetesStore:
             KIND, metadata["namespace"], metadata["name"], patch, type="json", part="status"
         )
 
-    async def _write_as_much(
-        self, raw: Json, body: Json, training: Training, status: Status
+    async def _write_less(
+        self, raw: Json, body: Json, training: Training, status: Status, refusal: AtollError
     ) -> Json:
-        """Writes the status, or what the API server takes of it; then a condition and an event say
-        what it did not take. Raises StatusRefused if it takes nothing that will do."""
-        try:
-            return await self._write_status(raw, body)
-        except (Permanent, Denied) as error:
-            refusal = error
+        """Writes what the API server takes of a status that it has refused; a condition and an
+        event say what it did not take. Raises StatusRefused if it takes nothing that will do."""
         for left_out, smaller in smaller_bodies(training, status, body):
             message = f"{left_out} could not be stored: {refusal}"
             marked = mark_incomplete(smaller, _reason(refusal), message, time.time())
@@ -395,7 +411,7 @@ class KubernetesStore:
     def _readable(self, raw: Json) -> Training | None:
         """None for an object whose spec breaks a rule that the API server does not check."""
         try:
-            return to_training(raw)
+            return self._parse(raw)
         except ValidationError as error:
             metadata = raw["metadata"]
             log.warning("training %s/%s: %s", metadata["namespace"], metadata["name"], error)

@@ -16,9 +16,10 @@ from typing import Any
 
 from atoll.backends.kubernetes.client import Cluster
 from atoll.core.errors import AtollError, Gone, Temporary
+from atoll.core.status import Event
 from atoll.core.webhooks import Webhook
 from atoll.metrics.file import MetricFile
-from atoll.operator.resource import read_events
+from atoll.operator.resource import read_list
 from atoll.store.feed import SCHEMA, Outbox
 
 Json = dict[str, Any]
@@ -117,7 +118,7 @@ class WebhookEvents:
         if _newest_mark(status) <= last:
             return
         with self._writing():
-            for event in read_events(status):
+            for event in read_list(status.get("events"), Event):
                 mark = (event.id, event.count)
                 if mark > last and event.at > self._since:
                     event_mark = f"{event.id}.{event.count}"

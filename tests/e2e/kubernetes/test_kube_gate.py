@@ -65,9 +65,9 @@ def until_at_gate(space: Space, count: int) -> Json:
 
 
 def states(pod: Json) -> tuple[Json, Json]:
-    """Of the start gate and of the rank."""
-    status = pod["status"]
-    gates, ranks = status["initContainerStatuses"], status["containerStatuses"]
+    """Of the start gate and of the rank; {} until its kubelet has told."""
+    status, untold = pod["status"], [{"state": {}}]
+    gates, ranks = (status.get(f, untold) for f in ("initContainerStatuses", "containerStatuses"))
     return gates[0]["state"], ranks[0]["state"]
 
 

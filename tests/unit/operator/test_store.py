@@ -188,3 +188,24 @@ def test_a_refusal_is_told_once_however_often_it_is_tried(refusal: Exception) ->
 )
 def test_the_api_servers_words_for_too_large_are_known(code: int, message: str) -> None:
     assert isinstance(_error({"message": message}, code, "trainings"), ObjectTooLarge)
+
+
+def test_a_change_by_somebody_else_is_read_though_versions_are_parsed_once() -> None:
+    server: Any = OneObject(10**6)
+
+    async def inside() -> None:
+        store = KubernetesStore(server)
+        first = await store.get(("n", "a"))
+        assert await store.get(("n", "a")) is first
+        written = await store.update_status(first, big(Phase.READY, 2))
+        assert await store.get(("n", "a")) is written
+        assert written == to_training(server.raw), "as whoever reads it anew"
+        spec = {**server.raw["spec"], "worldSize": {"min": 1, "target": 3, "max": 3}}
+        metadata = {**server.raw["metadata"], "resourceVersion": "9", "generation": 2}
+        server.raw = {**server.raw, "spec": spec, "metadata": metadata}
+        scaled = await store.get(("n", "a"))
+        assert (scaled.generation, scaled.spec.world_size.target) == (2, 3)
+        assert scaled.status == written.status
+        await store.close()
+
+    asyncio.run(inside())

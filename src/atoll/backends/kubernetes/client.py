@@ -25,7 +25,7 @@ from lightkube.core.exceptions import ConfigError
 
 from atoll.backends.kubernetes.access import Access, no_credentials, read_access
 from atoll.backends.kubernetes.names import SELECTOR, UID
-from atoll.backends.kubernetes.pod import PodManifest, share_parts
+from atoll.backends.kubernetes.pod import PodManifest
 from atoll.core.clock import Retry
 from atoll.core.errors import (
     AtollError,
@@ -239,8 +239,11 @@ class Cluster:
         elif version:
             params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
         reply = await self._send("list", kind, _path(kind, namespace), params=params)
-        items = [_lean(kind, item) for item in reply.get("items") or ()]
-        metadata = reply["metadata"]
+        items, metadata = reply.get("items") or [], reply["metadata"]
+        for item in items:
+            item["metadata"].pop(
+                "managedFields", None
+            )  # half of an object, which nobody here reads
         return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
 
     async def create(
@@ -332,7 +335,8 @@ class Cluster:
                     status = _JSON.decode(line)["object"]
                     raise _error(status, status.get("code", 500), kind)
                 event = _decoded(_EVENTS.get(kind, _JSON), line)
-                yield WatchEvent(event["type"], _lean(kind, event["object"]))
+                event["object"]["metadata"].pop("managedFields", None)
+                yield WatchEvent(event["type"], event["object"])
 
     async def log(
         self,
@@ -463,12 +467,6 @@ def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes | str) -> Any:
         return decoder.decode(text)
     except msgspec.DecodeError as error:
         raise Temporary(f"the answer of the Kubernetes API server is damaged: {error}") from error
-
-
-def _lean(kind: str, item: Json) -> Json:
-    """Drops what nobody here reads, which may be most of the object."""
-    item["metadata"].pop("managedFields", None)
-    return share_parts(item) if kind == "pods" else item
 
 
 def _status(answer: httpx2.Response) -> Json:
@@ -627,7 +625,8 @@ class Mirror(Generic[T]):
         self._objects, self._labels = defaultdict(dict), {}
         for item in objects.items:
             self.put(item)
-        self._advance(objects.version)
+        self._version = int(objects.version)
+        self._moved.set()
         self.is_live = True
         for uid, by_name in old.items():
             for name in by_name.keys() - self.of(uid).keys():
@@ -650,7 +649,8 @@ class Mirror(Generic[T]):
             ):
                 if event.type != "BOOKMARK":
                     self._update(event.type, event.object)
-                self._advance(event.object["metadata"]["resourceVersion"])
+                self._version = int(event.object["metadata"]["resourceVersion"])
+                self._moved.set()
 
     def _update(self, type: str, item: Json) -> None:
         uid = self.put(item)
@@ -660,10 +660,6 @@ class Mirror(Generic[T]):
             if not self._objects[uid]:
                 del self._objects[uid], self._labels[uid]
             self._on_deleted(deleted, True)
-
-    def _advance(self, version: str) -> None:
-        self._version = int(version)
-        self._moved.set()
 
     def _go_stale(self) -> None:
         self.is_live = False

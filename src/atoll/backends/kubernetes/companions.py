@@ -10,6 +10,7 @@ no extra request.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from operator import attrgetter
@@ -116,10 +117,9 @@ class Companions:
     ) -> Observation:
         """Adds etcd, mesh and bench to `observation`; `newest` is the last pod of each rank."""
         options, spec = self._options, training.spec
-        has_etcd, has_gate = options.has_own_etcd(spec), options.has_gate(spec)
         has_bench = spec.bench.mode != "off"
         is_blocked = job is not None and job.is_blocked
-        if not (has_etcd or has_gate or has_bench or is_blocked):
+        if not (spec.needs_etcd or has_bench or is_blocked):
             return observation
         etcd = [pod for pod in pods if pod.part == ETCD]
         if job is not None and job.is_blocked and ready_etcd(etcd) is not None:
@@ -130,9 +130,9 @@ class Companions:
         agents = None if desired is None else members(newest, desired)
         if desired is not None and desired.size > 0:
             is_ending = training.is_cancelling or bool(training.status.failing)
-            if has_etcd and observation.is_supervised and not is_ending:
+            if options.has_own_etcd(spec) and observation.is_supervised and not is_ending:
                 observation = self._observe_etcd(training, job, etcd, observation, now)
-            if has_gate:
+            if options.has_gate(spec):
                 observation = self._observe_mesh(training, agents, etcd, observation)
         if has_bench:
             bench = [pod for pod in pods if pod.part == BENCH]
@@ -546,4 +546,5 @@ def _is_decided(pod: Pod) -> bool:
 
 
 def _placed_at(pod: Pod) -> float:
-    return when(pod.condition("PodScheduled").get("lastTransitionTime")) or pod.created_at
+    """When its kubelet took it. It got its node just now if its kubelet has yet to do that."""
+    return when(pod.status.get("startTime")) or math.inf

@@ -53,8 +53,14 @@ class DeletedPods:
     known now.
     """
 
-    def __init__(self, cluster: Cluster, notify: Callable[[Key], None] = lambda key: None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str | None = None,
+        notify: Callable[[Key], None] = lambda key: None,
+    ) -> None:
         self._cluster = cluster
+        self._namespace = namespace  # of all trainings; None: each has its own
         self._notify = notify
         self._left: dict[str, dict[str, Pod]] = {}  # by training and name
         self._final: set[str] = set()  # uids of pods whose very last state is known
@@ -98,7 +104,6 @@ class DeletedPods:
         self,
         training: Training,
         there: Iterable[Pod],
-        namespace: str,
         failed: Collection[int] = (),
     ) -> DeletedState:
         """Returns the deleted pods whose exits are not stored; `there` are the pods that exist.
@@ -123,6 +128,7 @@ class DeletedPods:
         exhausted = self._exhausted.get(uid, set()) - (left_pods.keys() - unfinished)
         searching = targets - exhausted
         if searching and uid not in self._searching:
+            namespace = self._namespace or training.namespace
             search = Search(self._cluster, namespace, f"{UID}={uid}", searching)
             self._searching[uid] = asyncio.create_task(self._run(training.key, uid, search))
         unknown = {name for name in exhausted if isinstance(name, str)} | cut_off

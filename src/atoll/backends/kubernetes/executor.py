@@ -110,9 +110,9 @@ class KubernetesBackend(Executor):
         self._jobs: Mirror[Job] = Mirror(
             self.cluster, "jobs", self.options.namespace, Job, self._note
         )
-        self._deleted = DeletedPods(self.cluster, self._changed.put_nowait)
+        self._deleted = DeletedPods(self.cluster, self.options.namespace, self._changed.put_nowait)
         self._pods: Mirror[Pod] = Mirror(
-            *(self.cluster, "pods", self.options.namespace, Pod, self._note),
+            *(self.cluster, "pods", self.options.namespace, Pod.shared, self._note),
             lambda pod, is_final: self._deleted.note(pod, is_final=is_final),
         )
         # By training: the newest version of its Job that this process wrote, and the Job as it was
@@ -252,8 +252,7 @@ class KubernetesBackend(Executor):
         failed: Collection[int] = ()
         if job is not None and job.has_ended_ranks:
             failed = unexplained_failures(training, job, pods)
-        namespace, _ = self._object_key(training)
-        deleted = self._deleted.deleted(training, pods, namespace, failed)
+        deleted = self._deleted.deleted(training, pods, failed)
         view = observe_gang(training, job, pods, self.options, now, pod_error.text, silent, deleted)
         again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
         if self.is_shared and not (self._jobs.is_live and self._pods.is_live):
@@ -457,8 +456,11 @@ class KubernetesBackend(Executor):
         await self._deleted.sweep(known)
 
     async def _job(self, training: Training) -> Job | None:
-        if await self._is_fresh(training):
+        if await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S):
             return self._jobs.of(training.uid).get(gang_name(training))
+        return await self._read_job(training)
+
+    async def _read_job(self, training: Training) -> Job | None:
         try:
             job = Job(await self.cluster.get("jobs", *self._object_key(training)))
         except NotFound:
@@ -469,7 +471,8 @@ class KubernetesBackend(Executor):
 
     async def _job_and_pods(self, training: Training) -> tuple[Job | None, list[Pod]]:
         """The Job and its pods, from the mirrors if those are up to date."""
-        if await self._is_fresh(training) and self._pods.is_live:
+        version = self._written.get(training.uid, 0)
+        if await self._jobs.reach(version, CATCH_UP_S) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._object_key(training)
@@ -478,10 +481,7 @@ class KubernetesBackend(Executor):
         last = self._last.get(training.uid)
         if last is not None and last.is_current(pods):
             return last, pods
-        return await self._job(training), pods
-
-    async def _is_fresh(self, training: Training) -> bool:
-        return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
+        return await self._read_job(training), pods
 
     async def _create(self, training: Training, desired: DesiredState) -> None:
         namespace, name = self._object_key(training)

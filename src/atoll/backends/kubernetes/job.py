@@ -140,11 +140,10 @@ class Job:
 
     def restore_size(self, desired: DesiredState) -> Json:
         """{} unless somebody else has changed its size."""
-        sizes = _sizes(desired.size)
-        is_right = all(self.spec.get(field) == size for field, size in sizes.items())
+        is_right = (self.parallelism, self.size) == (desired.size, desired.size or self.size)
         if is_right or self.is_queued or self.yielded_at is not None:
             return {}
-        return self._as_read(sizes)
+        return self._as_read(_sizes(desired.size))
 
     def set_deadline(self, seconds: int) -> Json:
         """Moves its own deadline to a later time; {} if it is late enough.

@@ -25,7 +25,6 @@ from atoll.backends.kubernetes.names import (
     REPORT_VOLUME,
     SOURCE,
 )
-from atoll.backends.launch import ETCD_BACKEND, needs_etcd
 from atoll.core.checks import check_bounds, check_env, check_name
 from atoll.core.errors import ValidationError, missing_package
 from atoll.core.mesh import split_endpoint
@@ -463,12 +462,10 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
 
     def has_gate(self, spec: TrainingSpec) -> bool:
         """Whether its ranks can wait at the mesh gate: agents check the mesh, and open the gate."""
-        is_etcd = spec.rendezvous.backend == ETCD_BACKEND
-        return self.agent_image is not None and (spec.mesh or is_etcd)
+        return self.agent_image is not None and spec.needs_etcd
 
     def has_own_etcd(self, spec: TrainingSpec) -> bool:
-        is_needed = needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
-        return is_needed and self.etcd_endpoint is None
+        return self.etcd_endpoint is None and spec.needs_etcd
 
 
 class ClusterOptions(KubernetesOptions, frozen=True, dict=True):

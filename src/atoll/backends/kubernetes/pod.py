@@ -65,6 +65,7 @@ POD_REASONS = {
     "NodeAffinity": ExitReason.REJECTED,
     "UnexpectedAdmissionError": ExitReason.REJECTED,
 }
+CONFIG_ERROR = "CreateContainerConfigError"
 # A container that is not there yet, by the reason it waits for.
 WAITING = {
     "ContainerCreating": "its container is being created",
@@ -74,7 +75,7 @@ WAITING = {
     "InvalidImageName": "{image!r} is not an image name: {message}",
     "ErrImageNeverPull": "the image {image} is not on the node and may not be pulled",
     "ImageInspectError": "the image {image} cannot be read: {message}",
-    "CreateContainerConfigError": "its container cannot be set up: {message}",
+    CONFIG_ERROR: "its container cannot be set up: {message}",
     "CreateContainerError": "its container cannot be made: {message}",
     "RunContainerError": "its container cannot be started: {message}",
 }
@@ -132,6 +133,7 @@ class PodStatus(TypedDict, total=False):
     message: Any
     hostIP: Any
     podIP: Any
+    startTime: Any
     conditions: list[PodCondition] | None
     containerStatuses: list[ContainerStatus] | None
     initContainerStatuses: list[ContainerStatus] | None
@@ -145,26 +147,12 @@ class PodManifest(TypedDict, total=False):
     status: PodStatus | None
 
 
+# Parts of manifests that most pods of a gang have in common.
+SHARED = (
+    *(("spec", "containers"), ("spec", "initContainers")),
+    *(("metadata", "ownerReferences"), ("status", "conditions")),
+)
 _shared: dict[bytes, Any] = {}
-
-
-def share_parts(manifest: Json) -> Json:
-    """Makes the pods of a gang share the objects that are equal. Never change the result."""
-    spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
-    for field in ("containers", "initContainers"):
-        if field in spec:
-            spec[field] = _share(spec[field])
-    if "ownerReferences" in manifest["metadata"]:
-        manifest["metadata"]["ownerReferences"] = _share(manifest["metadata"]["ownerReferences"])
-    if "conditions" in status:
-        status["conditions"] = _share(status["conditions"])
-    return manifest
-
-
-def _share(part: Any) -> Any:
-    if len(_shared) >= MAX_SHARED:
-        _shared.clear()
-    return _shared.setdefault(msgspec.json.encode(part), part)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -240,6 +228,17 @@ class Pod:
             self.waiting_reason = str(scheduled.get("reason", "Unschedulable"))
         self.observed: ObservedRank | None = None  # a steady pod's rank, once it was read
 
+    @classmethod
+    def shared(cls, manifest: Json) -> Pod:
+        """A pod to keep: the pods of a gang share the parts that are equal. Never change them."""
+        if len(_shared) >= MAX_SHARED:
+            _shared.clear()
+        for part, field in SHARED:
+            value = (manifest.get(part) or {}).get(field)
+            if value:
+                manifest[part][field] = _shared.setdefault(msgspec.json.encode(value), value)
+        return cls(manifest)
+
     @property
     def deleted_at(self) -> float | None:
         """When its deletion was requested."""
@@ -291,7 +290,7 @@ class Pod:
 
     def misses(self, name: str) -> bool:
         """Whether it cannot start because the ConfigMap of that name is missing."""
-        is_stuck = self.waiting_reason == "CreateContainerConfigError" and not self.is_leaving
+        is_stuck = self.waiting_reason == CONFIG_ERROR and not self.is_leaving
         return is_stuck and f'"{name}"' in self.waits_for
 
     def _read_waiting(self) -> tuple[Json, str]:

@@ -27,7 +27,7 @@ from atoll.backends.kubernetes.followups import (
 from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import REGION, START
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, LATE_S, Pod, when
+from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, CONFIG_ERROR, LATE_S, Pod, when
 from atoll.backends.kubernetes.render import gang_name, rendezvous_endpoint
 from atoll.core.phase import ExitReason
 from atoll.core.spec import may_start
@@ -123,8 +123,11 @@ def observe_gang(
     deleted_names = {p.name for p in deleted_pods}
     for rank, own in sorted({**dict.fromkeys((*unknown, *searching), []), **by_rank}.items()):
         if len(own) == 1 and own[0].is_steady and rank not in unknown and rank not in searching:
-            is_beyond = desired is not None and rank >= desired.size
-            ranks.append(_running_rank(own[0], is_beyond, silent))
+            pod, is_beyond = own[0], desired is not None and rank >= desired.size
+            if pod.observed is None:
+                pod.observed = _rank(pod, None, False, NO_GATE, ())
+            is_same = not is_beyond and pod.address not in silent
+            ranks.append(pod.observed if is_same else _rank(pod, None, is_beyond, NO_GATE, silent))
             continue
         own.sort(key=attrgetter("age"))
         there = [p for p in own if p.name not in deleted_names]
@@ -152,10 +155,12 @@ def observe_gang(
             ranks.append(
                 ObservedRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
             )
-    covered = {*unknown, *searching, *deleted.searching_ranks}
-    covered |= {r for r, own in by_rank.items() if any(not is_stored(p, known.get(r)) for p in own)}
     lost_unseen: dict[int, ObservedRank] = {}
     if job is not None and job.has_ended_ranks:
+        covered = {*unknown, *searching, *deleted.searching_ranks}
+        covered |= {
+            r for r, own in by_rank.items() if any(not is_stored(p, known.get(r)) for p in own)
+        }
         lost_unseen = {r.rank: r for r in vanished_ranks(training, job, covered, known, now)}
     ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
     for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
@@ -171,7 +176,9 @@ def observe_gang(
         is_supervised=desired is not None and not is_over,
         is_closed=desired is not None and is_over,
         message=_message(job, pod_error, options),
-        rendezvous_endpoint=rendezvous_endpoint(training, options),
+        # Ranks keep the one that they started with.
+        rendezvous_endpoint=training.status.rendezvous_endpoint
+        or rendezvous_endpoint(training, options),
         has_gate=True,
         # Without a gate, a rank is let go when its container starts.
         gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
@@ -258,9 +265,9 @@ def _followups(
         deadline = math.ceil(waited_s + deadline_s) + options.deadline_margin_s
         if patch := job.set_deadline(deadline):
             yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
-    name = gang_name(training)
+    unmade = [pod for pod in view.newest if pod.waiting_reason == CONFIG_ERROR]
     # The source, if there is one, is loaded only while the controller applies a desired state.
-    if training.spec.source is None and any(p.misses(name) for p in view.newest):
+    if training.spec.source is None and any(p.misses(gang_name(training)) for p in unmade):
         yield RestoreObjects(desired=desired, job=job)
     if not view.half and (patch := job.restore_size(desired)):
         yield PatchJob(why="somebody has changed its size", patch=patch)
@@ -295,15 +302,6 @@ def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tup
         if pod.is_over or pod.is_lost(now):
             return pod, news[at + 1 :]
     return (news or pods)[-1], []
-
-
-def _running_rank(pod: Pod, is_beyond: bool, silent: Collection[str]) -> ObservedRank:
-    """The rank of a steady pod: the same in every observation while nothing changes."""
-    if pod.observed is None:
-        pod.observed = _rank(pod, None, False, NO_GATE, ())
-    if not is_beyond and pod.address not in silent:
-        return pod.observed
-    return _rank(pod, None, is_beyond, NO_GATE, silent)
 
 
 def _rank(

@@ -60,7 +60,6 @@ from atoll.backends.launch import (
     Meeting,
     RankLaunch,
     RankLayout,
-    needs_etcd,
     render_launch,
 )
 from atoll.backends.metrics_token import token_for
@@ -386,7 +385,7 @@ def etcd_name(training: Training) -> str:
 def etcd_endpoint(training: Training, options: Options) -> str:
     """As ranks reach it; empty if the training has none."""
     spec = training.spec
-    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+    if not spec.needs_etcd:
         return ""
     return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
 

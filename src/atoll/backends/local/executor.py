@@ -30,7 +30,6 @@ from atoll.backends.launch import (
     NO_BACKEND,
     TOGETHER,
     RankLayout,
-    needs_etcd,
     render_launch,
     store_uri_of,
     unset_variables,
@@ -734,7 +733,7 @@ def rendezvous_of(training: Training, host: str, before: dict[str, Any]) -> dict
     part: dict[str, Any] = {"backend": spec.rendezvous.backend, "etcd": "", "endpoint": ""}
     part["keys"] = [f"{READY_DIR}/{host}"]  # one host, so all of its ranks reach each other
     part["unset"] = list(unset_variables(spec, {**spec.nccl_env, **spec.env}))
-    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+    if not spec.needs_etcd:
         return part
     if endpoint := os.environ.get(CONFIGURED_ETCD):
         if split_endpoint(endpoint) is None:
@@ -755,7 +754,7 @@ def observed_endpoint(training: Training, directory: Path) -> str:
 def observed_mesh(training: Training, directory: Path) -> MeshStatus | None:
     """The mesh is ready as soon as its keys are in etcd: all ranks share this host."""
     spec = training.spec
-    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+    if not spec.needs_etcd:
         return None
     rendezvous = read_rendezvous(directory)
     has_keys = bool(rendezvous.get("etcd")) and not rendezvous.get("error")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import msgspec
 import pytest
 
 from atoll.backends.kubernetes.companions import (
@@ -24,7 +25,7 @@ from atoll.backends.kubernetes.companions import (
 from atoll.backends.kubernetes.followups import PatchJob
 from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import BLOCKED_BY, PART
-from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.pod import Pod, PodManifest
 from atoll.backends.kubernetes.read import read_gate
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
@@ -203,20 +204,27 @@ def newest(*pods: Json) -> list[Pod]:
     return [Pod(p) for p in pods]
 
 
-PLACED = {"PodScheduled": {"status": "True", "lastTransitionTime": "2027-01-15T08:00:00Z"}}
+def placed(manifest: Json, at: float) -> Json:
+    """As a watch brings it: only fields that are read are decoded."""
+    manifest["status"]["startTime"] = stamp(at)
+    read: Json = msgspec.json.decode(msgspec.json.encode(manifest), type=PodManifest)
+    return read
 
 
 def test_agents_are_those_of_the_ranks_that_have_a_node() -> None:
     desired = DesiredState(version=1, size=3)
     pods = [
-        pod(0, running(), node="a"),
-        pod(1, running(), node="b", conditions=PLACED),
+        placed(pod(0, running(), node="a"), NOW - 60),
+        placed(pod(1, running(), node="b"), NOW),
         pod(2, node=None, conditions=NO_ROOM),
     ]
     found = members(newest(*pods), desired)
     assert found is not None
     assert found.agents == {"rank-0@a", "rank-1@b"}
     assert found.placed_at == NOW
+    taken = members(newest(pods[0], pod(1, node="b"), pods[2]), desired)
+    assert taken is not None
+    assert taken.placed_at > NOW, "its kubelet has yet to take it"
     over = members(newest(pods[0], pod(1, ended(0), node="b"), pods[2]), desired)
     assert over is not None
     assert over.agents == {"rank-0@a"}

@@ -145,13 +145,13 @@ class Looking:
 
     def __init__(self, cluster: Any) -> None:
         self.news: asyncio.Queue[Key] = asyncio.Queue()
-        self.pods = DeletedPods(cluster, self.news.put_nowait)
+        self.pods = DeletedPods(cluster, SPACE, self.news.put_nowait)
 
     def look(
         self, there: Collection[Json], *ranks: RankStatus, failed: Collection[int] = ()
     ) -> DeletedState:
         given = training(status=Status(ranks=list(ranks)))
-        return self.pods.deleted(given, map(Pod, there), SPACE, failed)
+        return self.pods.deleted(given, map(Pod, there), failed)
 
     async def told(self) -> None:
         async with asyncio.timeout(30):
