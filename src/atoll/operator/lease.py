@@ -89,7 +89,7 @@ class Lease:
         try:
             lease = await self._cluster.get("leases", self._namespace, self._name)
         except NotFound:
-            return await self._make()
+            lease = {}
         except (BackendError, Denied) as error:
             log.warning("cannot read the lease: %s", error)
             return False
@@ -101,26 +101,14 @@ class Lease:
         lasts_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
         if holder not in ("", self._identity) and time.monotonic() < self._observed[1] + lasts_s:
             return False
-        return await self._write(lease, is_new=holder != self._identity)
-
-    async def _make(self) -> bool:
-        body = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": self._name},
-            "spec": self._record({}, is_new=True),
-        }
+        kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+        body = {**kind, "metadata": {"name": self._name}, **lease}
+        body["spec"] = self._record(spec, is_new=holder != self._identity)
         try:
-            await self._cluster.create("leases", self._namespace, body)
-        except (Conflict, NotFound, BackendError, Denied) as error:
-            log.warning("the lease could not be created: %s", error)
-            return False
-        return True
-
-    async def _write(self, lease: Json, *, is_new: bool) -> bool:
-        body = {**lease, "spec": self._record(lease.get("spec") or {}, is_new=is_new)}
-        try:
-            await self._cluster.replace("leases", self._namespace, self._name, body)
+            if lease:
+                await self._cluster.replace("leases", self._namespace, self._name, body)
+            else:
+                await self._cluster.create("leases", self._namespace, body)
         except (Conflict, NotFound) as error:
             log.info("another operator has taken the lease: %s", error)
             return False

@@ -116,7 +116,12 @@ class KubernetesStore:
 
     async def get(self, key: Key) -> Training:
         raw = await self._raw(key)
-        return self._remember(raw, self._parse(raw))
+        training = self._parse(raw)
+        if len(self._last) >= MAX_CACHED:
+            self._last.clear()
+        # The next status write can add events to this object without reading it again.
+        self._last[training.uid] = raw, training
+        return training
 
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         return (await self._list(namespace))[1]
@@ -223,7 +228,8 @@ class KubernetesStore:
                 raw = await self._write_less(raw, body, training, status, refusal)
                 training = to_training(raw)
         self._copy(raw, events)
-        return self._remember(raw, training)
+        self._last[training.uid] = raw, training
+        return training
 
     async def remove(self, training: Training) -> None:
         with contextlib.suppress(NotFound):
@@ -311,13 +317,6 @@ class KubernetesStore:
             return last
         is_same = last.generation == metadata.get("generation", 1)
         return to_training(raw, last.spec if is_same else None)
-
-    def _remember(self, raw: Json, training: Training) -> Training:
-        """The next status write can add events to this object without reading it again."""
-        if len(self._last) >= MAX_CACHED:
-            self._last.clear()
-        self._last[training.uid] = raw, training
-        return training
 
     async def _raw(self, key: Key) -> Json:
         try:

@@ -648,18 +648,15 @@ class Mirror(Generic[T]):
                 self._kind, self._namespace, after=str(self._version), labels=SELECTOR
             ):
                 if event.type != "BOOKMARK":
-                    self._update(event.type, event.object)
+                    uid = self.put(event.object)
+                    self._notify(self._labels[uid])
+                if event.type == "DELETED":
+                    deleted = self._objects[uid].pop(event.object["metadata"]["name"])
+                    if not self._objects[uid]:
+                        del self._objects[uid], self._labels[uid]
+                    self._on_deleted(deleted, True)
                 self._version = int(event.object["metadata"]["resourceVersion"])
                 self._moved.set()
-
-    def _update(self, type: str, item: Json) -> None:
-        uid = self.put(item)
-        self._notify(self._labels[uid])
-        if type == "DELETED":
-            deleted = self._objects[uid].pop(item["metadata"]["name"])
-            if not self._objects[uid]:
-                del self._objects[uid], self._labels[uid]
-            self._on_deleted(deleted, True)
 
     def _go_stale(self) -> None:
         self.is_live = False

@@ -37,12 +37,7 @@ from atoll.backends.kubernetes.render import (
     render_service,
     render_world,
 )
-from atoll.backends.kubernetes.results import (
-    read_without_results,
-    result_in_log,
-    strip_results,
-    without_results,
-)
+from atoll.backends.kubernetes.results import read_without_results, result_in_log, strip_results
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
@@ -386,47 +381,16 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         source = self._log_source(training)
         if follow is not None:
-            lines = strip_results(read_logs(source, ranks=ranks, tail=tail, follow=follow))
-        else:
-            lines = read_without_results(
-                lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
-            )
-        return self._with_archived(training, lines, ranks, tail) if self.is_shared else lines
-
-    async def _with_archived(
-        self,
-        training: Training,
-        lines: AsyncIterator[LogLine],
-        ranks: Sequence[int] | None,
-        tail: int | None,
-    ) -> AsyncIterator[LogLine]:
-        """Of pods that were deleted before this process knew them, what others have archived."""
-        unseen = set(ranks or ())
-        async for line in lines:
-            unseen.discard(line.rank)
-            yield line
-        for rank in sorted(unseen):
-            texts = without_results(await self._archived(training, rank))
-            for text in texts if tail is None else texts[max(len(texts) - tail, 0) :]:
-                yield LogLine(rank=rank, text=text)
-
-    async def _archived(self, training: Training, rank: int) -> list[str]:
-        return await self._archive.lines(self._object_key(training)[0], training.uid, rank)
+            return strip_results(read_logs(source, ranks=ranks, tail=tail, follow=follow))
+        return read_without_results(
+            lambda last: read_logs(source, ranks=ranks, tail=last, follow=None), tail
+        )
 
     async def result(self, training: Training, rank: int) -> tuple[str, bytes] | None:
         source = self._log_source(training)
-        found = await result_in_log(
+        return await result_in_log(
             lambda last: read_logs(source, ranks=[rank], tail=last, follow=None), training.uid
         )
-        if found is not None or not self.is_shared:
-            return found
-
-        async def read(last: int | None) -> AsyncIterator[LogLine]:
-            lines = await self._archived(training, rank)
-            for text in lines if last is None else lines[max(len(lines) - last, 0) :]:
-                yield LogLine(rank=rank, text=text)
-
-        return await result_in_log(read, training.uid)
 
     async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
@@ -447,7 +411,9 @@ class KubernetesBackend(Executor):
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._object_key(training)
-        return LogSource(self.cluster, training, namespace, self._pods, self._archive)
+        return LogSource(
+            *(self.cluster, training, namespace, self._pods, self._archive, self.is_shared)
+        )
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Drops the finalizers of pods of deleted trainings; `known` has the uids of all others."""

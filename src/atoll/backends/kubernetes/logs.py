@@ -38,6 +38,7 @@ class LogSource(NamedTuple):
     namespace: str
     mirror: Mirror[Pod]
     archive: Archive
+    is_shared: bool = False  # other processes archived logs of pods that this one never knew
 
     async def pods(self) -> list[Pod]:
         if self.mirror.is_live:
@@ -61,7 +62,8 @@ async def read_logs(
     one after another: each is a connection."""
     if follow is None:
         pods = _by_rank(await source.pods(), ranks)
-        chosen = sorted({*pods, *_ended_ranks(source.training, ranks)})
+        unknown = (ranks or ()) if source.is_shared else ()
+        chosen = sorted({*pods, *_ended_ranks(source.training, ranks), *unknown})
         logs = [_read_rank(source, rank, pods.get(rank, []), tail) for rank in chosen]
         if len(logs) > 1:  # one that cannot be read must not hide the others
             logs = [_with_errors(rank, log) for rank, log in zip(chosen, logs, strict=True)]
@@ -70,8 +72,13 @@ async def read_logs(
                 yield line
         return
     offsets = {} if tail is None else await tail_offsets(source, ranks=ranks, tail=tail)
+    unseen = set((ranks or ()) if source.is_shared else ())
     async for line in follow_logs(source, offsets, ranks=ranks, is_over=follow):
+        unseen.discard(line.rank)
         yield line
+    for rank in sorted(unseen):
+        async for line in _read_rank(source, rank, [], tail):
+            yield line
 
 
 async def tail_offsets(
@@ -129,7 +136,7 @@ async def _all_lines(
     """At least the last `tail` lines. Those in the archive have no time."""
     is_empty = True
     unreadable: Temporary | None = None
-    for text in await source.archived(rank) if _was_taken(source.training, rank, pods) else ():
+    for text in await source.archived(rank) if _was_taken(source, rank, pods) else ():
         is_empty = False
         yield LogLine(rank=rank, text=text)
     for pod in pods:
@@ -155,11 +162,11 @@ def _seconds(nanosecond: int) -> float:
     return round(nanosecond / 10**9, 3)
 
 
-def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
+def _was_taken(source: LogSource, rank: int, pods: list[Pod]) -> bool:
     """Whether some attempt of the rank has no pod any more."""
-    last = _statuses(training).get(rank)
+    last = _statuses(source.training).get(rank)
     if last is None or last.attempt < 0:
-        return False
+        return source.is_shared and not pods
     return last.previous_exit is not None or all(pod.attempt != last.attempt for pod in pods)
 
 

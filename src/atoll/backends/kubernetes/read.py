@@ -185,8 +185,12 @@ def observe_gang(
         unsettled=len(unsettled),
         again_in_s=LATE_S if unsettled else None,
     )
-    half = _half(training, job, gate, newest, options, now, pod_error)
-    pause_s = _pause_s(job, options, now)
+    half: list[Pod] = []
+    if gate.opened_at is None and options.gang_timeout_s is not None:
+        half = _half(training, job, newest, options.gang_timeout_s, now, pod_error)
+    pause_s = None  # until a gang that gave way may try again
+    if job is not None and job.yielded_at is not None:
+        pause_s = max(job.yielded_at + options.gang_backoff_s - now, 0.0)
     if pause_s:
         message = f"too few nodes for min ranks at once; gave way, next try in {pause_s:.0f} s"
         observation = replace(observation, capacity=0, message=message, again_in_s=pause_s)
@@ -194,7 +198,7 @@ def observe_gang(
         observation, fault=_fault(training, job, observation, newest, options, now)
     )
     view = GangView(observation, may_go, leaving, lost, has_more, half, gate, newest)
-    followups = tuple(_followups(training, job, view, options, now))
+    followups = tuple(_followups(training, job, view, options, now, pause_s))
     again_in_s = sooner(observation.again_in_s, _again_in_s(view, options))
     return view._replace(
         observation=replace(observation, followups=followups, again_in_s=again_in_s)
@@ -237,7 +241,12 @@ def read_gate(
 
 
 def _followups(
-    training: Training, job: Job | None, view: GangView, options: KubernetesOptions, now: float
+    training: Training,
+    job: Job | None,
+    view: GangView,
+    options: KubernetesOptions,
+    now: float,
+    pause_s: float | None,
 ) -> Iterator[Followup]:
     if view.leaving:
         yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.observation.ranks))
@@ -271,7 +280,7 @@ def _followups(
         yield RestoreObjects(desired=desired, job=job)
     if not view.half and (patch := job.restore_size(desired)):
         yield PatchJob(why="somebody has changed its size", patch=patch)
-    if _pause_s(job, options, now) == 0.0 and desired.size > 0:
+    if pause_s == 0.0 and desired.size > 0:
         yield PatchJob(why="a gang that gave way tries again", patch=job.try_again())
 
 
@@ -286,13 +295,6 @@ def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
     if view.lost or view.leaving:
         times.append(LOST_EVERY_S if view.lost else LEAVING_EVERY_S)
     return sooner(*times)
-
-
-def _pause_s(job: Job | None, options: KubernetesOptions, now: float) -> float | None:
-    """Seconds until a gang that gave way may try again; None if it did not give way."""
-    if job is None or job.yielded_at is None:
-        return None
-    return max(job.yielded_at + options.gang_backoff_s - now, 0.0)
 
 
 def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
@@ -462,15 +464,12 @@ def _fault(
 def _half(
     training: Training,
     job: Job | None,
-    gate: StartGate,
     newest: list[Pod],
-    options: KubernetesOptions,
+    timeout_s: float,
     now: float,
     pod_error: str,
 ) -> list[Pod]:
     """Pods of an incomplete gang that hold nodes for too long: a Job is not gang-scheduled."""
-    if gate.opened_at is not None or options.gang_timeout_s is None:
-        return []
     waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
     if not waiting and pod_error and job is not None and job.is_gated:
         # A quota keeps the other pods from being created.
@@ -478,7 +477,7 @@ def _half(
     since = min((p.created_at for p in waiting), default=now)
     holding = [p for p in newest if p.node is not None and not p.is_over]
     is_enough = len(holding) >= training.spec.world_size.min
-    return [] if is_enough or now - since <= options.gang_timeout_s else holding
+    return [] if is_enough or now - since <= timeout_s else holding
 
 
 def ended_ranks(job: Job, known: Mapping[int, RankStatus]) -> tuple[set[int], set[int]]:

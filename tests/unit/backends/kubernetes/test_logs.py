@@ -44,10 +44,10 @@ class Streams:
                 yield item
 
 
-def source_of(streams: Streams, *pods: Json) -> LogSource:
+def source_of(streams: Streams, *pods: Json, archived: Sequence[str] = ()) -> LogSource:
     class Nothing:
         async def lines(self, namespace: str, uid: str, rank: int) -> list[str]:
-            return []
+            return list(archived)
 
     cluster: Any = streams
     mirror = Mirror(cluster, "pods", None, Pod, lambda labels: None)
@@ -105,3 +105,17 @@ def test_of_many_ranks_those_that_can_be_read_are_shown() -> None:
     found = dict(asyncio.run(read(read_logs(source, ranks=None, tail=None, follow=None))))
     assert found[1] == "hello"
     assert found[0] == "[the log of rank 0 cannot be read: its kubelet does not answer]"
+
+
+@pytest.mark.parametrize("follow", [None, lambda: True])
+def test_a_launch_has_the_logs_of_pods_that_only_its_launcher_knew(follow: Any) -> None:
+    async def test(*, is_shared: bool) -> list[tuple[int, str]]:
+        streams = Streams([(SECOND, "here")])
+        source = source_of(streams, pod(0, ended(0)), archived=["old", "last"])
+        source = source._replace(is_shared=is_shared)
+        return await read(read_logs(source, ranks=[0, 1], tail=None, follow=follow))
+
+    lines = asyncio.run(test(is_shared=True))
+    assert [text for rank, text in lines if rank == 1] == ["old", "last"]
+    assert (0, "here") in lines
+    assert asyncio.run(test(is_shared=False)) == [(0, "here")]
