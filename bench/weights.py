@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import zstandard
 
-from atoll.weights import Follower, Publisher
+from atoll.weights import Follower, Publisher, codec
 from atoll.weights.state import Tensors, TensorsSource, TensorValue, Threads
 
 RESULTS = Path(__file__).resolve().parent / "results" / "weights.json"
@@ -60,12 +60,26 @@ def bits_of(old: dict[str, TensorValue], new: dict[str, TensorValue]) -> dict[st
             xor += len(zstandard.ZstdCompressor(level=1).compress(flipped.data))
     total = sum(each.values.size for each in new.values())
     share = delta.changed / total
+    bound = bound_of(old, new, share)
     return {
         "changed_percent": round(100 * share, 2),
         "bits": round(8 * size / delta.changed, 2),
+        "times_bound": round(8 * size / delta.changed / bound, 2),
         "xor_zstd_bits": round(8 * xor / delta.changed, 2),
         "verl_bits": 48.0,
     }
+
+
+def bound_of(old: dict[str, TensorValue], new: dict[str, TensorValue], share: float) -> float:
+    """Bits a changed value if each value changed by chance, and steps had one distribution."""
+    steps = []
+    for name, each in new.items():
+        before, after = old[name].values, each.values
+        changed = before != after
+        steps.append(codec._order(after[changed]) - codec._order(before[changed]))
+    chances = np.unique(np.concatenate(steps), return_counts=True)[1] / sum(map(len, steps))
+    places = -share * np.log2(share) - (1 - share) * np.log2(1 - share)
+    return float(places / share - (chances * np.log2(chances)).sum())
 
 
 def trained() -> dict[str, Any]:

@@ -89,12 +89,13 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["it is started again", "rank 1 is back", "scaled to 3", "the same on every rank"],
     ),
 ]
-# With packages that only tests/integrations have, or a stand-in of their own: those run them.
+# With packages that only tests/integrations have, or a test of their own: those run them.
 ELSEWHERE = {
     "diloco_accelerate.py",
     "modal_diloco.py",
     "sagemaker_diloco.py",
     "slurm_diloco.py",
+    "weights_rl.py",
 }
 ARGUMENTS = {"demo.py": ["2", "3"], "eks_irsa_s3.py": ["--dry-run"]}
 
