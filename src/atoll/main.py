@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from atoll.store.database import SQLiteTokens
     from atoll.store.sqlite import SQLiteStore
 
+PORT_FILE = "port"  # in the state directory: the port of its last control plane
 DEFAULT_PORT = 7878  # easy to type; `--port` chooses another
 EVERY_ADDRESS = ("0.0.0.0", "::")
 NAMESPACE = "default"
@@ -244,7 +245,7 @@ def serve(
     configure_log(logging.WARNING)
     where = state_dir(where)
     tls = load_tls(tls_cert, tls_key)
-    listening = listen(host, port)
+    listening = listen(host, port) if port else _listen_on_last_port(host, where)
     address = _endpoint(listening, is_tls=tls is not None)
     plane = build(
         where,
@@ -255,6 +256,8 @@ def serve(
     )
     if (limit := slots or read_for_plane(config).executors[LOCAL].options.get("slots")) is not None:
         address["slots"] = limit
+    if not port:  # kept now that the store is locked: no other control plane writes it
+        write_file(where / PORT_FILE, f"{listening.getsockname()[1]}\n".encode())
     asyncio.run(ensure_token(plane.tokens, where))
     # The store is locked: nobody else listens in this directory.
     local_socket = listen_locally(where, BACKLOG)
@@ -262,6 +265,16 @@ def serve(
     server.run(sockets=[listening, local_socket])
     if is_owned:
         shutil.rmtree(where, ignore_errors=True)
+
+
+def _listen_on_last_port(host: str, where: Path) -> socket.socket:
+    """On the port that this directory's control plane had last, so that addresses of its pages stay
+    valid; on a free one if somebody else has taken it."""
+    from atoll.server.http.server import listen
+
+    with contextlib.suppress(OSError, ValueError, Permanent):
+        return listen(host, int((where / PORT_FILE).read_text()))
+    return listen(host, 0)
 
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:

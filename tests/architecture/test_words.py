@@ -91,7 +91,20 @@ def test_a_word_that_was_replaced_does_not_come_back() -> None:
 
 # What users read: the phrase on the left was replaced by the one on the right.
 PHRASES = {
-    r"told of|\bis told\b|\bare told\b|\bwas told\b": "reported, asked",
+    r"\btold\b|\btellers?\b": "reported, asked",
+    r"\bretired\b": "removed",
+    r"\bchores?\b|\btend(s|ing)\b": "followup, perform",
+    r"\brejoin(s|ed)?\b": "joins again",
+    r"\bnarrat\w+|\bin words\b": "describe, message",
+    r"\bbur(y|ied)\b|\bpurge[ds]?\b": "delete",
+    r"\bmuster\w*|\bwardens?\b|\bpulses?\b": "start barrier, stop policy, heartbeat",
+    r"\bquiet(ly)?\b|\bsilence\b": "idle",
+    r"\bfigures\b|\b(a|each|this) figure\b": "metric, number, measurement",
+    r"\bdoors?\b|\bintroduce[ds]?\b": "connection limit, authenticate",
+    r"\bseldom\b|\bhappenings?\b": "what it is",
+    r"\bsettlers?\b|\bsift(ed|s)?\b|\bscribes?\b": "manifest, upload, ledger",
+    r"\bdepart(ure|s|ed)\b": "leave",
+    r"\bcome, go and\b|\bminus where\b": "what happens",
     r"\bmovements?\b|\bmoved identically\b": "pseudo-gradient",
     r"\brosters?\b|\bballots?\b": "manifest",
     r"\bwish(es)?\b": "desired state",

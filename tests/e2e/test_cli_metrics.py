@@ -60,7 +60,11 @@ def test_reports_survive_a_killed_control_plane_and_go_with_the_training(atoll: 
     assert "loss of told" in picture.stdout
     drawn = atoll("metrics", "told", "loss", "--svg", "loss.svg")
     assert (atoll.cwd / "loss.svg").read_text().startswith("<svg"), drawn.stderr
-    assert "lists what it has" in atoll("metrics", "told", "none", "--plot").stderr
+    for words in (("--plot",), ("--json",), ()):
+        refused = atoll("metrics", "told", "los", *words)
+        assert refused.returncode == 2
+        assert "metric: 'los' is not valid: told has reported" in refused.stderr
+        assert "loss" in refused.stderr
 
     assert atoll("rm", "-f", "told").returncode == 0
     until(lambda: not _stored(atoll.state / "series.db", uid))

@@ -39,6 +39,10 @@ def test_a_second_training_goes_on_where_the_first_ended(
     assert said(first, "began") == {"0 0"}
     second = finished(lone_atoll, *words, "--", sys.executable, SCRIPT, "4")
     assert said(second, "began") == {"2 10"}
+    assert said(first, "resumed") == set()
+    assert second.count("resumed exp-7 at step 10, round 2") == 1
+    third = finished(lone_atoll, *words, "--", sys.executable, SCRIPT, "4")
+    assert third.count("exp-7 is already at its end (step 20, round 4)") == 1
     # 20 steps of 2 replicas with 4 samples each; rounds of the first training count, too.
     assert said(second, "used") == {"160 8"}
     assert len(said(second, "norm")) == 1

@@ -315,3 +315,28 @@ def test_trainings_are_rows_and_each_flag_that_differs_is_a_column_that_fits(
     for theme in ("light", "dark"):
         page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
         assert violations(page) == []
+
+
+def test_running_work_stays_on_top_and_failures_fold_once_they_were_seen(
+    lone_atoll: Any, browser: Any
+) -> None:
+    lone_atoll("run", "-d", "--name", "works", "--", "sh", "-c", FOREVER)
+    for name in ("broken-1", "broken-2"):
+        lone_atoll("run", "--name", name, "--", "false")
+    visitor = Visitor(browser, lone_atoll)
+    visitor.sign_in()
+    page = visitor.page
+    page.wait_for_selector("a.name:has-text('broken-2')")
+    assert page.locator("a.name").all_inner_texts() == ["works", "broken-2", "broken-1"]
+    page.click("a.name:has-text('broken-1')")
+    page.wait_for_selector("#cause")
+    page.go_back()
+    page.wait_for_selector("button:has-text('1 that you have seen')")
+    assert page.locator("a.name").all_inner_texts() == ["works", "broken-2"]
+    page.click("button:has-text('Mark all as seen')")
+    page.click("button:has-text('2 that you have seen')")
+    page.wait_for_selector("a.name:has-text('broken-1')")
+    assert violations(page) == []
+    page.reload()
+    page.wait_for_selector("button:has-text('2 that you have seen')")
+    visitor.close()

@@ -254,6 +254,33 @@ def test_a_browser_is_opened_without_the_code_in_its_arguments(atoll: Any) -> No
         assert "atoll ui --revoke" in late.inner_text(".signin .trouble")
 
 
+def test_a_restarted_control_plane_has_its_port_and_one_sign_in_brings_all_tabs_back(
+    lone_atoll: Any,
+) -> None:
+    lone_atoll("run", "--name", "stays", "--", "true")
+    with open_browser() as browser:
+        visitor = Visitor(browser, lone_atoll)
+        visitor.sign_in()
+        origin = visitor.origin
+        tab = visitor.open("/t/stays", "h1:has-text('stays')")
+        lone_atoll("stop")
+        lone_atoll("ps")
+        tab.wait_for_selector(".signin")
+        assert tab.url == f"{origin}/t/stays"
+        other = visitor.tab()
+        other.goto(visitor.link())
+        other.wait_for_selector(".chips button")
+        assert other.url == f"{origin}/"
+        tab.wait_for_selector(".facts")
+        visitor.close()
+    port = int((lone_atoll.state / "port").read_text())
+    lone_atoll("stop")
+    with socket.create_server(("127.0.0.1", port)):
+        lone_atoll("ps")
+        assert int((lone_atoll.state / "port").read_text()) != port
+    lone_atoll("stop")
+
+
 def test_a_session_does_not_outlive_its_control_plane(
     browser_free_port: int, lone_atoll: Any
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
         going.send_signal(signal.SIGTERM)
         _, errors = going.communicate(timeout=100)
         assert going.returncode == code, errors
-        assert "told to go by SIGTERM" in errors
+        assert "asked to leave by SIGTERM" in errors
         assert "not synchronised" not in errors
         assert "Traceback" not in errors
         out, errors = staying.communicate(timeout=100)

@@ -40,12 +40,14 @@ def store(folder: Path) -> dict[str, Any]:
     return shared | {"min_replicas": 2}
 
 
-def train(folder: Path, *, resume: bool = False, rounds: Any = None, **options: Any) -> Any:
+def train(
+    folder: Path, *, resume: bool = False, rounds: Any = None, out: str = "", **options: Any
+) -> Any:
     from atoll.integrations.transformers import DiLoCoCallback
 
     callback = DiLoCoCallback(sync_every=5, rounds=rounds, **store(folder))
     data = small.Sentences()
-    args = small.arguments(folder / f"rank{RANK}", **options)
+    args = small.arguments(folder / (out or f"rank{RANK}"), **options)
     trainer = Trainer(small.gpt(seed=RANK), args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume or None)
     return small.facts(trainer, callback, read=data.read)
@@ -91,8 +93,9 @@ def odd_end(folder: Path) -> dict[str, Any]:
 
 @case
 def resumed(folder: Path) -> dict[str, Any]:
-    first = train(folder, max_steps=20, save_strategy="steps", save_steps=10, rounds=2)
-    return train(folder, resume=True) | {"first": first}
+    saving = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10}
+    first = train(folder, out="shared", rounds=2, **saving)
+    return train(folder, out="shared", resume=True) | {"first": first}
 
 
 @case
@@ -224,6 +227,12 @@ def lightning(folder: Path) -> dict[str, Any]:
 @case
 def lightning_accumulation(folder: Path) -> dict[str, Any]:
     return fit(folder, accumulate_grad_batches=2)
+
+
+@case
+def lightning_files(folder: Path) -> dict[str, Any]:
+    """Lightning's own logger and checkpoints, with one folder for all replicas."""
+    return fit(folder, logger=True, enable_checkpointing=True, max_steps=10, log_every_n_steps=2)
 
 
 @case

@@ -117,7 +117,9 @@ def lightning_module(seed: int) -> Any:
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             ids = batch["input_ids"]
             logits = self.net(ids)[:, :-1]
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            self.log("train/loss", loss)
+            return loss
 
         def configure_optimizers(self) -> Any:
             inner = torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -46,6 +46,7 @@ ALIKE = {
     "lightning": 4,
     "lightning_accumulation": 4,
     "lightning_autocast": 2,
+    "lightning_files": 2,
 }
 OTHERS = ("raises",)
 
@@ -55,7 +56,12 @@ def start(
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command, str(HERE / "replica.py"), str(folder), *cases],
-        env={**os.environ, "ATOLL_RANK": str(rank), "ATOLL_WORLD_MAX": "2"},
+        env={
+            **os.environ,
+            "ATOLL_RANK": str(rank),
+            "ATOLL_WORLD_MAX": "2",
+            "ATOLL_REPORTS": f"file://{folder}/reports",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -102,6 +108,27 @@ def test_a_training_that_goes_on_reads_what_was_not_read(trained: Path) -> None:
         assert not set(each["first"]["read"][:-4]) & set(each["read"])
         assert each["step"] == 20
         assert each["rates"] == read(trained, "plain")[0]["rates"]
+
+
+def test_replicas_do_not_write_into_each_other_s_folder(trained: Path) -> None:
+    for out in (trained / "resumed/shared", trained / "resumed/shared/replica-1"):
+        assert (out / "checkpoint-10").is_dir()
+    files = trained / "lightning_files"
+    for root in (files, files / "replica-1"):
+        assert len(list(root.glob("lightning_logs/version_*/checkpoints/*.ckpt"))) == 1
+
+
+def test_what_a_trainer_logs_is_a_metric_of_its_rank(trained: Path) -> None:
+    steps: dict[tuple[int, str], set[int]] = {}
+    for file in (trained / "reports").iterdir():
+        for batch in map(json.loads, file.read_text().splitlines()):
+            for name, points in batch["metrics"].items():
+                steps.setdefault((batch["rank"], name), set()).update(p[1] for p in points)
+    for rank in (0, 1):
+        assert {1, 2, 20} <= steps[rank, "loss"]
+        assert 20 in steps[rank, "learning_rate"]
+        assert 10 in steps[rank, "train/loss"]
+        assert steps[rank, "reward"], "of TRL's trainers, too"
 
 
 def test_a_training_that_raises_leaves_the_run_to_the_others(trained: Path) -> None:

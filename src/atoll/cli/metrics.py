@@ -64,8 +64,9 @@ def metrics(
     Ranks report them with atoll.report. Without a METRIC, all of them; as text one line for each,
     with its newest value.
     """
-    from atoll.cli.output import print_json
+    from atoll.cli.output import print_json, print_note
     from atoll.cli.trainings import parse_time
+    from atoll.core.metrics import check_names
     from atoll.sdk.client import Client
 
     is_curve = is_plotted or svg is not None
@@ -74,7 +75,13 @@ def metrics(
     if is_curve and len(metrics) != 1:
         raise click.UsageError("--plot and --svg: expected one METRIC, such as loss")
     after = None if since is None else parse_time(since, time.time())
-    table = Client().get(name).metrics(metrics or None, after)
+    training = Client().get(name)
+    table = training.metrics(metrics or None, after)
+    if not {*metrics} <= {*table["name"]}:  # an ended training is an error of the server's
+        try:
+            check_names(name, metrics, training.metrics()["name"])
+        except ValidationError as error:
+            print_note(f"{error}; it runs, and may report it later")
     if ranks:
         table = select_ranks(table, ranks)
     if is_curve:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from atoll.core.errors import ValidationError
 from atoll.core.model import Model
+from atoll.core.text import escape_control
 
 # Names of what is measured from outside of a rank begin with this.
 MACHINE = "machine/"
@@ -13,7 +16,19 @@ MACHINE = "machine/"
 MAX_COUNT = 2**53  # whole numbers to there are exact in every language that reads them
 MAX_TIME = 253_402_300_799.0  # the end of the year 9999, the last that a date can have
 
+MAX_SHOWN = 20  # names in an error: two lines of a terminal
+
 MetricValue = float | str  # `nan`, `inf` and `-inf` are text
+
+
+def check_names(training: str, names: Iterable[str], reported: Iterable[str]) -> None:
+    """Raises ValidationError for the first name that a training which reports metrics does not."""
+    known = sorted(set(reported))
+    for name in names:
+        if known and name not in known:
+            shown = ", ".join(escape_control(each) for each in known[:MAX_SHOWN])
+            more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
+            raise ValidationError("metric", name, f"{training} has reported {shown}{more}")
 
 
 class RankUsage(NamedTuple):

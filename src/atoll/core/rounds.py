@@ -55,7 +55,7 @@ class RoundFacts(Model, frozen=True):
 
 
 class RoundCost(msgspec.Struct, frozen=True, array_like=True):
-    """What a round cost one replica."""
+    """What a round cost one replica, or one process of it."""
 
     rank: int
     bytes_up: int
@@ -63,6 +63,7 @@ class RoundCost(msgspec.Struct, frozen=True, array_like=True):
     requests: int
     hidden_s: float
     blocked_s: float
+    process: int = 0  # of the replica
 
 
 class ReportedRound(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,7 +103,8 @@ def is_bounded(value: object) -> bool:
 
 
 def with_report(stored: StoredRound, report: ReportedRound) -> StoredRound:
-    others = [cost for cost in stored.costs if cost.rank != report.cost.rank]
+    own = (report.cost.rank, report.cost.process)
+    others = [cost for cost in stored.costs if (cost.rank, cost.process) != own]
     reported = report.facts or stored.reported
     if (
         stored.reported is not None
@@ -110,7 +112,7 @@ def with_report(stored: StoredRound, report: ReportedRound) -> StoredRound:
         and reported.attempt < stored.reported.attempt
     ):
         reported = stored.reported
-    costs = sorted([*others, report.cost], key=lambda cost: cost.rank)
+    costs = sorted([*others, report.cost], key=lambda cost: (cost.rank, cost.process))
     warnings = list(dict.fromkeys([*stored.warnings, *report.warnings]))[:MAX_WARNINGS]
     return StoredRound(observed=stored.observed, reported=reported, costs=costs, warnings=warnings)
 
@@ -258,10 +260,30 @@ def items_of(stored: Iterable[StoredRound], *, has_costs: bool = False) -> list[
     return items
 
 
+def by_replica(costs: Iterable[RoundCost]) -> list[RoundCost]:
+    """One cost for each replica: what its processes moved, and the seconds of the slowest."""
+    merged: dict[int, RoundCost] = {}
+    for cost in costs:
+        other = merged.get(cost.rank)
+        merged[cost.rank] = (
+            cost
+            if other is None
+            else RoundCost(
+                cost.rank,
+                other.bytes_up + cost.bytes_up,
+                other.bytes_down + cost.bytes_down,
+                other.requests + cost.requests,
+                max(other.hidden_s, cost.hidden_s),
+                max(other.blocked_s, cost.blocked_s),
+            )
+        )
+    return list(merged.values())
+
+
 def _item(
     stored: StoredRound, facts: RoundFacts, before: RoundFacts | None, *, has_costs: bool
 ) -> RoundItem:
-    costs = stored.costs
+    costs = by_replica(stored.costs)
     joined, left = moves(before, facts)
     up = sum(cost.bytes_up for cost in costs) if costs else None
     if facts.sizes and len(costs) < len(facts.members):

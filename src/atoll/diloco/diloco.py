@@ -35,7 +35,7 @@ from atoll.diloco.flight import (
     timed,
     translate_errors,
 )
-from atoll.diloco.goal import RunGoal, check_epochs, go_on
+from atoll.diloco.goal import RunGoal, go_on
 from atoll.diloco.group import find_group, from_leader, gather
 from atoll.diloco.history import DataReport, make_data_report, read_manifests
 from atoll.diloco.inner import OptimizerWatch, RunSchedule, check_optimizers, unwrap_optimizers
@@ -51,7 +51,7 @@ from atoll.diloco.replica_config import (
     read_run_id,
     refuse_spanning,
 )
-from atoll.diloco.reports import RoundReport, RoundReports, make_report, send_round
+from atoll.diloco.reports import RoundReport, RoundReports, announce, make_report, send_round
 from atoll.diloco.round import objects
 from atoll.diloco.round.effects import DROPPED, LATE, LEFT, MEMBER, Offer, RoundResult, RunState
 from atoll.diloco.round.objects import Manifest
@@ -227,6 +227,8 @@ class DiLoCo:
         self._watch = OptimizerWatch(self._optimizers, self._model.parameters, self._after_step)
         if self._store is not None:
             self._leave.listen()
+        if self.round and not self._group.process:
+            announce(self._run, self.step, self.round, self.config.rank)
 
     # -- Making and joining ---------------------------------------------------------------------
 
@@ -446,9 +448,8 @@ class DiLoCo:
         blocked_s = flight.blocked_s + time.monotonic() - began
         report = make_report(manifest, flight.offer.weight, used, hidden_s, blocked_s)
         self._reports.add(report)
-        if not self._group.process:
-            untold = self._checks.take_untold()
-            send_round(report, manifest, self._run, self.config.rank, untold)
+        untold = [] if self._group.process else self._checks.take_untold()
+        send_round(report, manifest, self._run, self.config.rank, self._group.process, untold)
 
     def _settle(self, flight: Flight, result: RoundResult) -> None:
         """What became of an offer."""
@@ -689,10 +690,10 @@ class DiLoCo:
         last period ends with the last step, so nothing is left that was not synchronised.
         """
         goal = RunGoal(rounds, steps, tokens, epochs)
-        goal.check()
-        if epochs is not None:
-            check_epochs(epochs, None if self._lease is None else self._lease.ledger.terms)
+        goal.check(None if self._lease is None else self._lease.ledger.terms)
         self._goal = goal
+        if self.round and not self._group.process and goal.is_reached(self):
+            announce(self._run, self.step, self.round, self.config.rank, is_end=True)
         return go_on(self, goal, batches)
 
     def _follow_schedule(self) -> None:

@@ -43,18 +43,22 @@ class RunGoal(NamedTuple):
     tokens: float | None = None
     epochs: int | None = None
 
-    def check(self) -> None:
-        """Raises ValidationError unless it can be reached."""
+    def check(self, terms: Terms | None) -> None:
+        """Raises ValidationError unless it can be reached. `terms` are those of the run's data."""
         if all(each is None for each in self):
-            raise ValidationError(
-                "until", "nothing", "expected rounds=, steps=, tokens= or epochs="
-            )
+            expected = "expected rounds=, steps=, tokens= or epochs="
+            if terms is not None and terms.length is not None:
+                count = terms.epochs
+                expected += f"; until(…, epochs={count}) uses all of diloco.data(epochs={count})"
+            raise ValidationError("until", "no end", expected)
         for name in ("rounds", "steps", "epochs"):
             value = getattr(self, name)
             if value is not None:
                 check_int(name, value, 0, _MANY)
         if self.tokens is not None:
             check_number("tokens", self.tokens, 0, 1e30)
+        if self.epochs is not None:
+            check_epochs(self.epochs, terms)
 
     def is_reached(self, clock: RunClock) -> bool:
         if self.tokens is not None and clock.round and not clock.tokens:

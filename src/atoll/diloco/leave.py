@@ -88,13 +88,13 @@ class LeaveRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         # Not by logging: its lock may be held by the very code that was interrupted.
-        os.write(2, f"told to go by {signal.Signals(number).name}\n".encode())
+        os.write(2, f"asked to leave by {signal.Signals(number).name}\n".encode())
         self.make()
 
     def _watch(self, where: str) -> None:
         while not self._is_closed.wait(_POLL_S):
             if _is_there(where):
-                log.warning("told to go by %s", where)
+                log.warning("asked to leave by %s", where)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

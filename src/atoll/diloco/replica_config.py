@@ -50,7 +50,7 @@ def find_replica_config(
     """
     uri = uri or os.environ.get(URI) or None
     last = -1 if is_one_of_many else None
-    rank = _number("rank", rank, RANK[:last], 0, 0)
+    rank = find_rank(rank, is_one_of_many=is_one_of_many)
     world_size = _number("world_size", world_size, WORLD[:last], 1, 1)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
@@ -60,6 +60,11 @@ def find_replica_config(
             "uri", None, f"{world_size} replicas need a store to meet in: pass uri= or set {URI}"
         )
     return ReplicaConfig(rank, world_size, minimum, uri)
+
+
+def find_rank(rank: int | None, *, is_one_of_many: bool) -> int:
+    """The rank of this replica, as `find_replica_config` finds it."""
+    return _number("rank", rank, RANK[: -1 if is_one_of_many else None], 0, 0)
 
 
 def read_run_id(run_id: str | None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -109,18 +111,21 @@ def send_round(
     manifest: Manifest,
     run: str,
     rank: int,
+    process: int = 0,
     warnings: Sequence[str] = (),
 ) -> None:
     """The control plane, if there is one, learns what the round was and what it cost."""
     try:
-        message = message_of(report, manifest, run, rank)
+        message = message_of(report, manifest, run, rank, process)
         report_round(msgspec.to_builtins(replace(message, warnings=list(warnings))))
     except Exception:  # it must never end a training
         log.warning("round %d is not reported", report.round, exc_info=True)
 
 
-def message_of(report: RoundReport, manifest: Manifest, run: str, rank: int) -> ReportedRound:
-    """What this replica tells of a round."""
+def message_of(
+    report: RoundReport, manifest: Manifest, run: str, rank: int, process: int = 0
+) -> ReportedRound:
+    """What a process of this replica reports of a round; the first one also the manifest."""
     cost = RoundCost(
         rank,
         report.bytes_up,
@@ -128,8 +133,20 @@ def message_of(report: RoundReport, manifest: Manifest, run: str, rank: int) -> 
         report.requests,
         report.hidden_s,
         report.blocked_s,
+        process,
     )
     present = [member.rank for member in manifest.present]
-    is_told = rank in present[:TELLERS]
+    is_told = not process and rank in present[:TELLERS]
     facts = facts_of(manifest, run, time.time()) if is_told else None
     return ReportedRound(run, report.fragment, report.round, cost, facts)
+
+
+def announce(run: str, step: int, number: int, rank: int, *, is_end: bool = False) -> None:
+    """Prints where a run resumes, or that it is at its end: once for a training, and for each
+    replica that was restarted. On stderr, whatever the replica does with its own logging."""
+    if rank == 0 or int(os.environ.get("ATOLL_ATTEMPT") or 0) > 0:
+        message = f"resumed {run} at step {step}, round {number}"
+        if is_end:
+            message = f"{run} is already at its end (step {step}, round {number})"
+        sys.stderr.write(f"atoll: {message}\n")
+        sys.stderr.flush()

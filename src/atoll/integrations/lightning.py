@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from atoll.integrations.session import Session, callback_class, read_options
+from atoll.integrations.session import (
+    Session,
+    callback_class,
+    own_folder,
+    read_options,
+    report_logs,
+)
 
 __all__ = ["DiLoCoCallback"]
 
@@ -26,6 +32,9 @@ class LightningHooks:
     Replicas share the data set: each sample is trained on once an epoch of the run, by one of them
     (`DiLoCo.data`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
     other arguments are those of `atoll.diloco.DiLoCo`.
+
+    What the module logs with `self.log` is reported as metrics, every `log_every_n_steps`. Replicas
+    other than the first keep logs and checkpoints in `replica-N` of the folder that they are for.
     """
 
     def __init__(
@@ -48,6 +57,16 @@ class LightningHooks:
         return None if self._session is None else self._session.diloco
 
     _is_open = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Before the callbacks for checkpoints, which Lightning calls last, look for a folder."""
+        options = self._asked.options
+        trainer._default_root_dir = own_folder(str(trainer.default_root_dir), options)
+        for each in (*trainer.loggers, *trainer.checkpoint_callbacks):
+            # Of Lightning's own loggers, and of ModelCheckpoint.
+            for name in ("_root_dir", "_save_dir", "dirpath"):
+                if folder := getattr(each, name, None):
+                    setattr(each, name, own_folder(str(folder), options))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         schedules = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
@@ -74,8 +93,15 @@ class LightningHooks:
         assert self._session is not None
         if self._session.diloco.steps != self._steps:  # else the batch was accumulated
             self._steps = self._session.diloco.steps
-            self._session.follow()
+            step = self._session.follow()
+            if trainer.is_global_zero and step % max(1, trainer.log_every_n_steps) == 0:
+                report_logs(step, trainer.callback_metrics)
             trainer.should_stop |= self._session.is_over
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        if self._is_open and trainer.is_global_zero:
+            assert self._session is not None
+            report_logs(self._session.step, trainer.callback_metrics)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()

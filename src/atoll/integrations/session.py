@@ -7,12 +7,15 @@ settings give equal learning rates, and all replicas end with the same step.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
+import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atoll.agent.metrics import report
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError, class_without_package
 from atoll.integrations.data import take_own_part
@@ -63,6 +66,27 @@ def read_options(
         raise ValidationError("epochs", ends["epochs"], "expected own_data=True: it counts them")
     check_int("data_seed", data_seed, 0, _MANY)
     return CallbackOptions(options, ends, own_data, data_seed)
+
+
+def report_logs(step: int, logs: Mapping[str, Any]) -> None:
+    """Reports what a trainer logs as metrics of the rank: numbers, and tensors of one element."""
+    numbers: dict[str, Any] = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a text, or a large tensor
+            if name != "step" and not isinstance(value, str):
+                numbers[name] = float(value)
+    if numbers:
+        report(step, **numbers)
+
+
+def own_folder(folder: str, options: Mapping[str, Any]) -> str:
+    """The folder for the first replica, `replica-N` in it for every other: replicas that share a
+    disk would write the same files."""
+    from atoll.diloco.replica_config import find_rank
+
+    rank = find_rank(options.get("rank"), is_one_of_many="TORCHELASTIC_RUN_ID" in os.environ)
+    name = f"replica-{rank}"
+    return folder if rank == 0 or os.path.basename(folder) == name else os.path.join(folder, name)
 
 
 class Session:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ValidationError
 from atoll.integrations.data import empty
-from atoll.integrations.session import Session, callback_class, read_options
+from atoll.integrations.session import (
+    Session,
+    callback_class,
+    own_folder,
+    read_options,
+    report_logs,
+)
 
 __all__ = ["DiLoCoCallback"]
 
@@ -29,6 +35,9 @@ class TrainerHooks:
     Replicas share the data set: each sample is trained on once an epoch of the run, by one of them
     (`DiLoCo.data`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
     other arguments are those of `atoll.diloco.DiLoCo`.
+
+    What the Trainer logs is reported as metrics. Replicas other than the first write into
+    `replica-N` inside `output_dir`.
 
     A training that raises leaves the run when its process ends; to leave it at once, use the
     callback as a context manager around `train()`, or call `close()`.
@@ -69,6 +78,13 @@ class TrainerHooks:
 
     _is_open = False
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.output_dir = own_folder(args.output_dir, self._asked.options)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero:  # of the replica
+            report_logs(state.global_step, logs or {})
+
     def on_train_begin(
         self,
         args: Any,
@@ -81,6 +97,7 @@ class TrainerHooks:
         **_: Any,
     ) -> None:
         self.close(RuntimeError("another training began"))
+        self.on_init_end(args, state, control)  # a callback that was added later
         self._session = session = Session(
             self._asked,
             model,

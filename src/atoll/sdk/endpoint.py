@@ -382,7 +382,7 @@ class PlaneProcess:
 
 
 def start(where: Path, *, is_owned: bool = False) -> PlaneProcess:
-    """A server, once it answers; its port, for browsers, is a free one of this machine.
+    """A server, once it answers; its port, for browsers, is the one it had last, or a free one.
 
     Raises Permanent if it does not answer.
     """

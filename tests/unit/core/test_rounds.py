@@ -28,6 +28,23 @@ def facts(number: int, members: list[int], **more: object) -> RoundFacts:
     )
 
 
+def test_the_processes_of_a_replica_add_up() -> None:
+    kept = StoredRound()
+    for cost in (
+        RoundCost(0, 100, 300, 7, 1.5, 0.5, 0),
+        RoundCost(0, 100, 300, 7, 1.0, 2.5, 1),
+        RoundCost(1, 200, 600, 9, 0.0, 0.0, 0),
+        RoundCost(0, 100, 300, 7, 1.0, 2.5, 1),  # one that arrives twice counts once
+    ):
+        kept = with_report(kept, ReportedRound("run", 0, 4, cost, facts(4, [0, 1], parameters=100)))
+    (item,) = items_of([kept], has_costs=True)
+    assert (item.bytes_up, item.bytes_down, item.requests) == (400, 1200, 23)
+    assert (item.hidden_s, item.blocked_s) == (1.5, 2.5)
+    assert item.bits_up == 8 * 200 / 100
+    assert item.bits_per_parameter == 8 * 800 / 100
+    assert [cost.rank for cost in item.costs or ()] == [0, 1]
+
+
 def test_joined_left_late_and_missing_each_have_a_letter() -> None:
     rounds = [
         facts(0, [0, 1, 2, 3]),

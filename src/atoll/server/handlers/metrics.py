@@ -20,6 +20,7 @@ from atoll.core.metrics import (
     MetricSeries,
     MetricSeriesList,
     MetricValue,
+    check_names,
 )
 from atoll.core.model import Model
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of, with_absent
@@ -52,6 +53,9 @@ async def metrics(call: ApiCall) -> Answer:
         return json_answer(MetricSeriesList(items=[]))
     if metric_store.catch_up is not None:
         await metric_store.catch_up(training)
+    if query.name and training.status.phase.is_terminal:  # before, one may still be reported
+        keys = await asyncio.to_thread(metric_store.keys, training.uid)
+        check_names(training.name, query.name, (name for _, _, name in keys))
     selected = await asyncio.to_thread(metric_store.series, training.uid, query.name, query.rank)
 
     def build() -> MetricSeriesList:

@@ -299,7 +299,7 @@ def _matches(row: TrainingRow, text: str, terms: list[str], phase: str, now: flo
 
 def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[TrainingRow]:
     name, is_down = sort.removeprefix("-"), sort.startswith("-")
-    if name == "":  # groups: needs attention, running, ended; newest first
+    if name == "":  # groups: running, failed recently, ended; newest first
         return sorted(rows, key=lambda row: (_group(row, now), -row.since, row.name))
     if name not in SORTS:
         raise ValidationError("sort", sort, f"expected one of {', '.join(SORTS)}")
@@ -316,9 +316,11 @@ def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[Training
 
 
 def _group(row: TrainingRow, now: float) -> int:
-    if row.needs_attention(now):
-        return 0
-    return 1 if row.phase in ("new", "pending", "ready") else 2
+    """What runs comes first, and of that what needs attention: old failures push nothing away."""
+    is_odd = row.needs_attention(now)
+    if row.phase in ("new", "pending", "ready"):
+        return 0 if is_odd else 1
+    return 2 if is_odd else 3
 
 
 def with_spark(row: TrainingRow, values: Sequence[float], last: float | str) -> TrainingRow:

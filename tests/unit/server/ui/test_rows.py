@@ -63,7 +63,7 @@ def test_an_exception_that_ended_a_rank_is_its_cause() -> None:
     assert card.headline == "Rank 1: ValueError: bad shape"
 
 
-def test_what_needs_a_look_is_on_top_then_what_runs_then_what_has_ended() -> None:
+def test_what_runs_is_on_top_then_recent_failures_then_what_has_ended() -> None:
     waiting = replace(
         training("waits", Phase.PENDING), created_at=NOW - 9_000, status=Status(phase=Phase.PENDING)
     )
@@ -74,8 +74,8 @@ def test_what_needs_a_look_is_on_top_then_what_runs_then_what_has_ended() -> Non
         failed("bad"),
         waiting,
     )
-    assert names(rows) == ["bad", "waits", "runs", "done", "old"]
-    assert names(rows, phase="attention") == ["bad", "waits"]
+    assert names(rows) == ["waits", "runs", "bad", "done", "old"]
+    assert names(rows, phase="attention") == ["waits", "bad"]
 
 
 def test_words_and_typed_filters_are_matched_together() -> None:

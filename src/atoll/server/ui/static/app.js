@@ -75,6 +75,10 @@ function show() {
 function signInPage(message) {
   // A link of `atoll ui` that is opened in this tab changes only the part after the "#".
   addEventListener("hashchange", () => location.reload(), { once: true });
+  // Another tab has signed in: this one shows its page again.
+  addEventListener("storage", (event) => {
+    if (event.key === "atoll-csrf" && event.newValue) location.reload();
+  });
   document.title = "Sign in · atoll";
   const field = h("input", {
     type: "password",
@@ -100,7 +104,7 @@ function signInPage(message) {
     h("h1", {}, "Sign in"),
     h("p", {}, "Run this in a shell on the machine where you use atoll:"),
     h("pre", {}, "atoll ui"),
-    h("p", {}, "It opens this page and signs you in. Or enter a token here:"),
+    h("p", {}, "It signs in every tab of this browser. Or enter a token here:"),
     h("div", { class: "row" }, field, h("button", { class: "primary" }, "Sign in")),
     trouble,
   );

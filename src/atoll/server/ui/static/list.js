@@ -1,7 +1,8 @@
-// All trainings, in groups: those that need attention, those that run, those that have ended.
+// All trainings, in groups: those that run, recent failures, those that have ended.
 
 import { get, now, query } from "./api.js";
 import { act } from "./actions.js";
+import { markSeen, seenFailures } from "./seen.js";
 import {
   button,
   duration,
@@ -17,6 +18,7 @@ import {
 } from "./dom.js";
 
 const PAGE = 60;
+const FAILED = "Failed in the last 24 hours";
 const PAUSE_MS = 700; // between two reads of the list, however often it changes: people see no more
 const CHIPS = [
   ["", "All"],
@@ -53,7 +55,8 @@ export function showList(main, go) {
     waiting = null,
     again = false,
     soon = null,
-    read = 0;
+    read = 0,
+    hasSeen = false; // shows failures that were opened
 
   const search = h("input", {
     type: "search",
@@ -171,38 +174,13 @@ export function showList(main, go) {
         head.setAttribute("aria-sort", filters.sort.startsWith("-") ? "descending" : "ascending");
       else head.removeAttribute("aria-sort");
     }
-    const items = [],
-      sizes = { "Needs attention": totals.needsAttention, Running: null, Ended: null };
-    let group = null;
-    for (const row of page.items) {
-      const own = groupOf(row);
-      if (!filters.sort && own !== group) {
-        items.push({ group: own, size: filters.q || filters.phase ? null : sizes[own] });
-        group = own;
-      }
-      items.push(row);
-    }
     patch(
       body,
-      items,
+      arranged(),
       (item) => (item.group ? `group:${item.group}` : `row:${item.uid}`),
       (item) =>
-        item.group ? `${item.group} ${item.size}` : JSON.stringify([item, selected.has(item.name)]),
-      (item) =>
-        item.group
-          ? h(
-              "tr",
-              { class: "group" },
-              h(
-                "td",
-                { colspan: COLUMNS.length + 1 },
-                item.group,
-                item.size
-                  ? h("span", { class: "dim" }, ` ${item.size.toLocaleString("en")}`)
-                  : null,
-              ),
-            )
-          : line(item),
+        item.group ? JSON.stringify(item) : JSON.stringify([item, selected.has(item.name)]),
+      (item) => (item.group ? heading(item) : line(item)),
     );
     if (!page.items.length)
       put(
@@ -284,15 +262,70 @@ export function showList(main, go) {
     );
   }
 
-  const groupOf = (row) => {
-    if (row.phase === "failed" && page.now - row.since < 86400) return "Needs attention";
-    if (
-      (row.phase === "pending" || row.phase === "new") &&
-      (page.now - row.since > 300 || row.isBelow)
-    )
-      return "Needs attention";
-    return ["new", "pending", "ready"].includes(row.phase) ? "Running" : "Ended";
-  };
+  const isLive = (row) => ["new", "pending", "ready"].includes(row.phase);
+  const isOdd = (row) =>
+    row.phase === "failed"
+      ? page.now - row.since < 86400
+      : row.phase !== "ready" && isLive(row) && (page.now - row.since > 300 || row.isBelow);
+  const groupOf = (row) => (isLive(row) ? "Running" : isOdd(row) ? FAILED : "Ended");
+
+  // Rows with a heading before each group. Failures that were opened are folded into theirs.
+  function arranged() {
+    if (filters.sort) return page.items;
+    const items = [],
+      seen = seenFailures();
+    let group = null;
+    for (const row of page.items) {
+      const own = groupOf(row);
+      if (own !== group?.group) {
+        group = { group: own, folded: 0 };
+        items.push(group);
+      }
+      const isFolded = own === FAILED && seen.has(row.uid) && !hasSeen && !isNarrowed();
+      if (isFolded) group.folded += 1;
+      else items.push(row);
+    }
+    return items;
+  }
+  const isNarrowed = () => Boolean(filters.q || filters.phase);
+
+  function heading({ group, folded }) {
+    const failed = page.items.filter((row) => groupOf(row) === FAILED).map((row) => row.uid);
+    const unseen = failed.filter((uid) => !seenFailures().has(uid));
+    return h(
+      "tr",
+      { class: "group" },
+      h(
+        "td",
+        { colspan: COLUMNS.length + 1 },
+        group,
+        group === FAILED && !isNarrowed()
+          ? [
+              folded || hasSeen
+                ? button(
+                    hasSeen ? "Hide what you have seen" : `${folded} that you have seen`,
+                    () => {
+                      hasSeen = !hasSeen;
+                      draw();
+                    },
+                    { class: "mini muted", "data-focus": "seen" },
+                  )
+                : null,
+              unseen.length
+                ? button(
+                    "Mark all as seen",
+                    () => {
+                      markSeen(...unseen);
+                      draw();
+                    },
+                    { class: "mini muted", "data-focus": "mark" },
+                  )
+                : null,
+            ]
+          : null,
+      ),
+    );
+  }
 
   function line(row) {
     const ran = row.startedAt === null ? null : (row.endedAt || page.now) - row.startedAt;
@@ -325,9 +358,7 @@ export function showList(main, go) {
       h(
         "td",
         { class: "sy", title: `${row.cause} ${row.sentence}` },
-        row.isBelow || (row.phase === "pending" && groupOf(row) === "Needs attention")
-          ? triangle()
-          : null,
+        row.isBelow || (isLive(row) && isOdd(row)) ? triangle() : null,
         row.isBelow ? h("span", { class: "warn" }, "Below minimum: ") : null,
         row.cause
           ? [h("b", { class: row.phase === "failed" ? "failed" : "warn" }, row.cause), " "]

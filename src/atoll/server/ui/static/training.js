@@ -20,6 +20,7 @@ import {
 import { Logs } from "./logs.js";
 import { Rounds } from "./rounds.js";
 import { RankPanel } from "./rank.js";
+import { markSeen } from "./seen.js";
 import {
   LANES,
   cellsOf,
@@ -187,6 +188,7 @@ export function showTraining(main, name, rank, go) {
     const stalled = isOver()
       ? []
       : page.conditions.filter((each) => each.type === "Stalled" && each.status === "True");
+    if (row.phase === "failed") markSeen(row.uid);
     document.title = `${letterOf(row.phase)} ${name} · atoll`;
     replaceIfChanged(
       head,
