@@ -50,6 +50,12 @@ def test_links_lead_somewhere() -> None:
     assert astray == []
 
 
+def test_every_picture_is_on_a_page() -> None:
+    pictures = {picture.name for picture in (ROOT / "docs" / "images").iterdir()}
+    shown = {name for page in PAGES for name in re.findall(r"images/([\w.-]+)", page.read_text())}
+    assert pictures == shown
+
+
 def test_the_readme_is_short_enough_to_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
