@@ -18,7 +18,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUALITY = 72
 MAX_BYTES = 600_000
 SWEEP = [(lr, width) for lr in (0.003, 0.01, 0.03) for width in (16, 64)]
-COMPARE = "&".join(f"t=mlp-lr{lr}-w{width}".replace(".", "p") for lr, width in SWEEP)
+COMPARE = "&".join(f"t=mlp-lr{lr}-w{width}" for lr, width in SWEEP)
 # Name, address, what to wait for, height.
 SHOTS = (
     ("list-light", "/", "table.list a.name", 640),
@@ -91,7 +91,7 @@ def train(atoll: Shell) -> None:
     (atoll.cwd / "replica.py").write_text(REPLICA)
     python = ("--", sys.executable)
     for lr, width in SWEEP:
-        name = f"mlp-lr{lr}-w{width}".replace(".", "p")
+        name = f"mlp-lr{lr}-w{width}"
         flags = ("--lr", str(lr), "--width", str(width))
         atoll("run", "-d", "--name", name, "-n", "2", *python, "train.py", *flags)
         until(lambda name=name: atoll("wait", name, "--timeout", "50").returncode == 0)

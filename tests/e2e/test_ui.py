@@ -317,6 +317,28 @@ def test_trainings_are_rows_and_each_flag_that_differs_is_a_column_that_fits(
         assert violations(page) == []
 
 
+def test_a_group_is_one_row_until_it_is_opened_and_is_compared_by_a_click(
+    lone_atoll: Any, browser: Any
+) -> None:
+    (lone_atoll.cwd / "reports.py").write_text(REPORTING)
+    for lr in ("0.1", "0.3"):
+        words = ("--name", f"train-lr{lr}", "--label", "group=lrs", "--", sys.executable)
+        lone_atoll("run", *words, "reports.py", "--lr", lr, "5")
+    visitor = Visitor(browser, lone_atoll)
+    visitor.sign_in()
+    page = visitor.page
+    page.wait_for_selector("td:has-text('2 trainings: 2 succeeded')")
+    assert page.locator("a.name").count() == 0
+    page.click("button:has-text('lrs')")
+    page.wait_for_selector("a.name:has-text('train-lr0.3')")
+    assert violations(page) == []
+    page.click("button:text-is('Compare')")
+    page.wait_for_selector("table.compare td:text-is('0.3')")
+    rows = page.locator("table.compare tbody th").all_inner_texts()
+    assert sorted(rows) == ["train-lr0.1", "train-lr0.3"]
+    visitor.close()
+
+
 def test_running_work_stays_on_top_and_failures_fold_once_they_were_seen(
     lone_atoll: Any, browser: Any
 ) -> None:

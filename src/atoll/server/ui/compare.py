@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from atoll.core.errors import NotFound
+from atoll.core.errors import NotFound, ValidationError
 from atoll.core.metrics import MetricValue
 from atoll.core.model import Model
+from atoll.core.settings import name_label, setting_text
 from atoll.core.status import Training
 from atoll.metrics.axes import Axis
 from atoll.metrics.series import MAX, MEAN, MIN, Series
@@ -72,8 +73,8 @@ async def compare(call: ApiCall) -> Answer:
     missing: list[str] = []
     for name in names[:MAX_RUNS]:
         try:
-            training = await call.plane.store.get((call.namespace, name))
-        except NotFound:
+            training = await call.plane.store.get((call.namespace, name_label("t", name)))
+        except (NotFound, ValidationError):
             missing.append(name)
             continue
         found.append(with_staleness(training, call.plane.setup.stale()))
@@ -87,8 +88,8 @@ async def compare(call: ApiCall) -> Answer:
 def _run(training: Training, metric_store: MetricStore | None, query: CompareQuery) -> ComparedRun:
     spec = spec_of(training)
     words = [*(spec.pop("command", None) or ()), *(spec.pop("args", None) or ())]
-    spec.pop("name", None)
-    program, settings = parse_flags(words)
+    for name in ("name", "displayName", "settings"):
+        spec.pop(name, None)
     metrics: dict[str, ComparedMetric] = {}
     line = None
     if metric_store is not None:
@@ -99,8 +100,8 @@ def _run(training: Training, metric_store: MetricStore | None, query: CompareQue
     return ComparedRun(
         name=training.name,
         row=row_of(training),
-        settings=settings,
-        fields={"command": " ".join(program), **flatten(spec)},
+        settings={name: setting_text(value) for name, value in training.settings.items()},
+        fields={"command": " ".join(program_of(words)), **flatten(spec)},
         metrics=metrics,
         line=line,
     )
@@ -133,24 +134,16 @@ def _line(placed: PlacedSeries, axis: Axis) -> ComparedLine | None:
     return ComparedLine(at=[at - origin for at in band.at], mean=band.mean, unplaced=band.unplaced)
 
 
-def parse_flags(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Splits a command into program and flags: `--lr 0.1`, `--lr=0.1`, `lr=0.1`, `--amp`."""
+def program_of(words: Sequence[str]) -> list[str]:
+    """A command without its flags and their values: those are settings."""
     program: list[str] = []
-    flags: dict[str, str] = {}
-    waiting = ""  # a flag whose value may be the next word
+    is_value = False  # the next word may be the value of a flag
     for word in words:
-        name, equals, value = word.partition("=")
-        is_negative_number = len(word) > 1 and word[0] == "-" and word[1] in ".0123456789"
-        if word.startswith("-") and not is_negative_number and name.strip("-"):
-            waiting = "" if equals else name.lstrip("-")
-            flags[name.lstrip("-")] = value if equals else "yes"
-        elif waiting:
-            flags[waiting], waiting = word, ""
-        elif equals and name.replace(".", "").replace("_", "").isalnum():
-            flags[name] = value
-        else:
+        is_flag = word.startswith("-") and not word[1:2].isdigit() and word.strip("-") != ""
+        if not is_flag and not is_value and "=" not in word:
             program.append(word)
-    return program, flags
+        is_value = is_flag and "=" not in word
+    return program
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

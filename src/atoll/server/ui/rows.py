@@ -20,6 +20,7 @@ from atoll.core.executors import executor_problem
 from atoll.core.model import Model
 from atoll.core.phase import Phase, describe_reason
 from atoll.core.ports import Store, Update
+from atoll.core.settings import GROUP
 from atoll.core.status import Training
 from atoll.core.text import escape_control
 
@@ -72,6 +73,8 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
     """One training in a list. Times are seconds since the epoch."""
 
     name: str
+    display_name: str  # as it was given
+    group: str  # of trainings that belong together; may be empty
     uid: str
     phase: str
     cause: str  # the first words, in bold; may be empty
@@ -130,6 +133,8 @@ def row_of(training: Training) -> TrainingRow:
     cause, sentence = _sentence(training)
     return TrainingRow(
         name=training.name,
+        display_name=training.display_name,
+        group=training.spec.labels.get(GROUP, ""),
         uid=training.uid,
         phase=status.phase.value or "new",
         cause=cause[:SENTENCE],
@@ -238,7 +243,19 @@ class Rows:
             self._texts.pop(rows[training.name].uid, None)
         row = rows[training.name] = row_of(training)
         hosts = {rank.node for rank in training.status.ranks if rank.node}
-        text = " ".join((row.name, row.cause, row.sentence, row.where, *sorted(hosts)[:HOSTS]))
+        named = (*training.spec.labels.items(), *training.settings.items())
+        pairs = " ".join(f"{name}={value}" for name, value in named)
+        text = " ".join(
+            (
+                row.name,
+                row.display_name,
+                pairs,
+                row.cause,
+                row.sentence,
+                row.where,
+                *sorted(hosts)[:HOSTS],
+            )
+        )
         self._texts[row.uid] = text.lower()
 
     def _drop(self, update: Update) -> None:

@@ -196,7 +196,7 @@ export function showCompare(main, go) {
       ran = ({ row }) =>
         row.startedAt === null ? null : (row.endedAt || answer.now) - row.startedAt;
     const heads = [
-      ["name", (run) => run.name],
+      ["name", (run) => run.row.displayName],
       ["phase", (run) => run.row.phase],
       ["ran", ran],
       [`${metric}, last`, (run) => finite(run.metrics[metric]?.last)],
@@ -236,7 +236,7 @@ export function showCompare(main, go) {
             h(
               "tr",
               {
-                onmouseenter: () => plot.focus(run.name),
+                onmouseenter: () => plot.focus(run.row.displayName),
                 onmouseleave: () => plot.focus(null),
               },
               h(
@@ -256,9 +256,13 @@ export function showCompare(main, go) {
               ),
               h(
                 "th",
-                { scope: "row", title: run.name },
+                { scope: "row", title: run.row.displayName },
                 swatch(styleOfName(run.name)),
-                h("a", { href: `/t/${encodeURIComponent(run.name)}`, "data-link": true }, run.name),
+                h(
+                  "a",
+                  { href: `/t/${encodeURIComponent(run.name)}`, "data-link": true },
+                  run.row.displayName,
+                ),
               ),
               h("td", {}, phaseBadge(run.row.phase)),
               h("td", { class: "num" }, ran(run) === null ? "–" : duration(ran(run))),
@@ -271,7 +275,10 @@ export function showCompare(main, go) {
                 { class: "ck" },
                 button(
                   "×",
-                  () => go(address(names.filter((name) => name !== run.name)), { replace: true }),
+                  () => {
+                    const others = answer.runs.filter((each) => each !== run);
+                    go(address(others.map((each) => each.name)), { replace: true });
+                  },
                   { class: "mini muted", "aria-label": `Remove ${run.name}` },
                 ),
               ),
@@ -307,7 +314,7 @@ export function showCompare(main, go) {
       drawn.map((run) => {
         const kept = run.line.at.map((_, at) => at).filter((at) => inZoom(run.line.at[at]));
         return {
-          label: run.name,
+          label: run.row.displayName,
           x: kept.map((at) => run.line.at[at]),
           y: kept.map((at) => finite(run.line.mean[at])),
           ...styleOfName(run.name),
@@ -344,7 +351,8 @@ export function showCompare(main, go) {
   return {
     ready: load(),
     changed: (changed) => {
-      if (changed === null || changed.some((name) => names.includes(name))) load();
+      if (changed === null || changed.some((name) => answer?.runs.some((run) => run.name === name)))
+        load();
     },
     themed: () => answer && drawLines(),
     close() {

@@ -57,6 +57,7 @@ export function showList(main, go) {
     soon = null,
     read = 0,
     hasSeen = false; // shows failures that were opened
+  const open = new Set(); // groups whose trainings are shown
 
   const search = h("input", {
     type: "search",
@@ -177,10 +178,14 @@ export function showList(main, go) {
     patch(
       body,
       arranged(),
-      (item) => (item.group ? `group:${item.group}` : `row:${item.uid}`),
       (item) =>
-        item.group ? JSON.stringify(item) : JSON.stringify([item, selected.has(item.name)]),
-      (item) => (item.group ? heading(item) : line(item)),
+        item.uid
+          ? `row:${item.uid}`
+          : item.members
+            ? `members:${item.own}:${item.members}`
+            : `group:${item.group}`,
+      (item) => JSON.stringify([item, selected.has(item.name)]),
+      (item) => (item.uid ? line(item) : item.members ? groupLine(item) : heading(item)),
     );
     if (!page.items.length)
       put(
@@ -282,10 +287,58 @@ export function showList(main, go) {
         items.push(group);
       }
       const isFolded = own === FAILED && seen.has(row.uid) && !hasSeen && !isNarrowed();
-      if (isFolded) group.folded += 1;
-      else items.push(row);
+      if (isFolded) {
+        group.folded += 1;
+        continue;
+      }
+      const members = isNarrowed() || !row.group ? [] : inGroup(own, row.group);
+      if (members.length < 2) items.push(row);
+      else {
+        const isOpen = open.has(row.group);
+        if (members[0] === row) items.push({ members: row.group, own, isOpen, rows: members });
+        if (isOpen) items.push(row);
+      }
     }
     return items;
+  }
+  const inGroup = (own, name) =>
+    page.items.filter((row) => row.group === name && groupOf(row) === own);
+
+  // Trainings with the same label `group` as one row, until it is opened.
+  function groupLine({ members, own, isOpen, rows }) {
+    const phases = {};
+    for (const row of rows) phases[row.phase] = (phases[row.phase] || 0) + 1;
+    return h(
+      "tr",
+      {},
+      h("td", { class: "ck" }),
+      h(
+        "td",
+        { class: "nm" },
+        button(
+          `${isOpen ? "▾" : "▸"} ${members}`,
+          () => {
+            if (isOpen) open.delete(members);
+            else open.add(members);
+            draw();
+          },
+          { class: "mini muted", "aria-expanded": String(isOpen), "data-focus": "open" },
+        ),
+      ),
+      h(
+        "td",
+        { class: "sy", colspan: COLUMNS.length - 1 },
+        `${rows.length} trainings: `,
+        Object.entries(phases)
+          .map(([phase, count]) => `${count} ${phase === "ready" ? "running" : phase}`)
+          .join(", "),
+        " ",
+        button("Compare", () => go(`/compare${query({ t: rows.map((row) => row.name) })}`), {
+          class: "mini",
+          "aria-label": `Compare ${members}, ${own.toLowerCase()}`,
+        }),
+      ),
+    );
   }
   const isNarrowed = () => Boolean(filters.q || filters.phase);
 
@@ -353,7 +406,17 @@ export function showList(main, go) {
         { class: "nm" },
         phaseBadge(row.phase, { hasLabel: false }),
         " ",
-        h("a", { class: "name", href: address, "data-link": true, "data-focus": "name" }, row.name),
+        h(
+          "a",
+          {
+            class: "name",
+            href: address,
+            "data-link": true,
+            "data-focus": "name",
+            title: row.displayName,
+          },
+          row.displayName,
+        ),
       ),
       h(
         "td",

@@ -189,7 +189,7 @@ export function showTraining(main, name, rank, go) {
       ? []
       : page.conditions.filter((each) => each.type === "Stalled" && each.status === "True");
     if (row.phase === "failed") markSeen(row.uid);
-    document.title = `${letterOf(row.phase)} ${name} · atoll`;
+    document.title = `${letterOf(row.phase)} ${row.displayName} · atoll`;
     replaceIfChanged(
       head,
       [
@@ -208,7 +208,7 @@ export function showTraining(main, name, rank, go) {
           "div",
           { class: "title" },
           phaseBadge(row.phase, { size: 18 }),
-          h("h1", {}, name),
+          h("h1", {}, row.displayName),
           actions(),
           h(
             "p",
@@ -749,7 +749,7 @@ export function showTraining(main, name, rank, go) {
         logs.focus();
       } else if (event.key === "f") logs.follow();
       else if (event.key === "n" || event.key === "N") logs.find(event.key === "n" ? 1 : -1);
-      else if (event.key === "0" && page) chooseSpan({ w: "all" });
+      else if (event.key === "0" && page) chooseSpan({ w: "all", zoom: null });
       else if ((event.key === "[" || event.key === "]") && page)
         shiftSpan(event.key === "[" ? -0.5 : 0.5);
       else if (/^[1-7]$/.test(event.key)) jump.children[Number(event.key) - 1]?.click();
