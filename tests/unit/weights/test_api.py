@@ -193,7 +193,7 @@ def test_a_publish_without_an_answer_is_neither_lost_nor_made_twice(
     for step in range(4):
         publisher.publish(weights(step), step=step)
     for at in range(1, len(made) // 2):
-        step = 10 + at
+        step = 10 * at
         count_requests(at, lambda: Temporary("no answer"), is_after)
         try:
             publisher.publish(weights(step), step=step)
@@ -311,7 +311,10 @@ def test_a_module_that_does_not_fit_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="next"):
         follower.tensors()
     follower.next()
-    for module in (torch.nn.Linear(2, 2), torch.nn.Linear(3, 2, bias=False), torch.nn.Identity()):
+    larger = torch.nn.Linear(3, 2)
+    larger.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
+    smaller = torch.nn.Linear(3, 2, bias=False)
+    for module in (torch.nn.Linear(2, 2), smaller, torch.nn.Identity(), larger):
         before = [each.clone() for each in module.parameters()]
         with pytest.raises(ValidationError, match="module"):
             follower.copy_into(module)
