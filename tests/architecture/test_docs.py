@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import atoll
-from atoll.core.executors import load
+from atoll.core.executors import KINDS, load
 from atoll.core.phase import RULES, ConditionType, ExitReason, PhaseReason, diagram, table
 from atoll.server.app import NATIVE
 
@@ -130,19 +130,13 @@ def test_readme_commands_run_and_print_what_they_say(atoll: Any) -> None:
     assert report.replace("sh-k3v9d failed", name[0]) in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("local", "configuration"),
-        ("kubernetes", "kubernetes"),
-        ("slurm", "slurm"),
-        ("modal", "serverless"),
-        ("sagemaker", "serverless"),
-        ("hfjobs", "serverless"),
-    ],
-)
-def test_every_option_of_a_backend_is_on_its_page(kind: str, name: str) -> None:
-    page = (ROOT / "docs" / f"{name}.md").read_text()
+# Backends with a page of their own; all others have a section of one.
+OPTION_PAGES = {"local": "configuration", "kubernetes": "kubernetes", "slurm": "slurm"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_of_a_backend_is_on_its_page(kind: str) -> None:
+    page = (ROOT / "docs" / f"{OPTION_PAGES.get(kind, 'serverless')}.md").read_text()
     options: tuple[str, ...] = load(kind).options_type.__struct_fields__
     set_by_atoll = {"is_controlled", "report_key"}
     assert {each for each in options if not re.search(rf"\b{each}\b", page)} <= set_by_atoll

@@ -22,6 +22,7 @@ from atoll import agent
 from atoll.agent.bucket import Bucket
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.wrapper import Folder
+from atoll.backends.folder_logs import FolderLogs
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankLayout
 from atoll.backends.reader import RESULTS
 from atoll.backends.recorded import RecordedBackend
@@ -37,7 +38,6 @@ from atoll.core.stores import store_uri
 from atoll.files.ownership import check_directory, make_private
 from atoll.files.writing import write_file
 from atoll.logs.bucket import ObjectLogs
-from atoll.logs.files import read_lines, tail_offsets
 
 WRAPPER = "atoll.pyz"  # the wrapper as one file that any Python 3.7 or later runs
 WRAPPER_PARTS = {
@@ -184,7 +184,7 @@ class StoreOptions(BackendOptions, frozen=True):
         return f"expected {schemes}: a store that {self.LABEL} and this machine reach"
 
 
-class FolderBackend(RecordedBackend):
+class FolderBackend(FolderLogs, RecordedBackend):
     """All hosts see one folder, in which each training has one of its own."""
 
     def __init__(
@@ -264,21 +264,6 @@ class FolderBackend(RecordedBackend):
 
     def log_folder(self, training: Training) -> Path:
         return self.folder_of(training) / LOGS
-
-    async def log_offsets(
-        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
-    ) -> dict[int, int]:
-        return tail_offsets(self.log_folder(training), ranks, tail)
-
-    def logs_after(
-        self,
-        training: Training,
-        offsets: Mapping[int, int],
-        *,
-        ranks: Sequence[int] | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
 
 class StoreBackend(RecordedBackend):

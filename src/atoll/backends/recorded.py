@@ -395,9 +395,11 @@ class RecordedBackend(Executor):
         launch = render_launch(training, layout)
         meets = self.has_network and spec.rendezvous.backend != "none" and layout.meeting is None
         own = {*spec.env, *spec.nccl_env}
+        command = self.wrap_command(training, launch.command)
+        is_inside = command != launch.command  # of a container, where a folder is one of the image
         return {
             "uid": training.uid,
-            "command": self.wrap_command(training, launch.command),
+            "command": command,
             "env": launch.env,
             "rank_variables": list(launch.rank_variables),
             "size_variables": list(launch.size_variables),
@@ -405,7 +407,7 @@ class RecordedBackend(Executor):
             "unset": sorted({*launch.later, RECORD_VARIABLE} - own),
             "meeting": {n: k for n, k in MEETING.items() if n in launch.later} if meets else {},
             "together": "" if TOGETHER in launch.env else TOGETHER,
-            "folder": spec.working_dir or "",
+            "folder": "" if is_inside else spec.working_dir or "",
             "code": spec.code and {"digest": spec.code.digest, "path": spec.code.path},
             "stop_grace_s": spec.stop_grace_s,
             "eviction_s": self.eviction_s,

@@ -29,6 +29,7 @@ from atoll.core.checks import (
     is_text,
 )
 from atoll.core.errors import ValidationError
+from atoll.core.spec import Source
 
 log = logging.getLogger(__name__)
 
@@ -37,41 +38,36 @@ _MODULE = re.compile(_DOTTED)
 _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
 
 
-class Script(NamedTuple):
-    """A script file of the caller."""
+class Entry(NamedTuple):
+    """What a replica runs, as fields of its spec. `name` is for ENTRYPOINT; empty if there is none.
 
-    path: Path
-    argv: list[str]
+    `folder`: of a script, whose modules are there.
+    """
 
-
-class Module(NamedTuple):
-    """A module, run as `python -m`."""
-
+    fields: dict[str, Any]
     name: str
-    argv: list[str]
+    folder: str | None = None
 
-
-class FunctionCall(NamedTuple):
-    """A `ReplicaCall`, pickled for `atoll.agent.entrypoint`."""
-
-    payload: bytes
-
-
-class InImage(NamedTuple):
-    """An entrypoint that a command of the image runs, by its name; empty if it has none."""
-
-    name: str
-
-
-Entry = Script | Module | FunctionCall | InImage
+    @property
+    def is_function(self) -> bool:
+        source = self.fields.get("source")
+        return source is not None and source.kind == "function"
 
 
 def read_entry(
-    entrypoint: str | os.PathLike[str] | Callable[..., Any], args: Mapping[str, Any]
+    entrypoint: str | os.PathLike[str] | Callable[..., Any],
+    args: Mapping[str, Any],
+    *,
+    python: str,
+    is_in_place: bool,
 ) -> Entry:
-    """The entry with every one of `args`. Raises ValidationError naming what cannot be passed."""
+    """The entry with every one of `args`. Raises ValidationError naming what cannot be passed.
+
+    `is_in_place`: replicas see the script where it is.
+    """
+    name = entrypoint_name(entrypoint)
     if callable(entrypoint):
-        return FunctionCall(_pickled_call(entrypoint, args))
+        return Entry({"source": _function(_pickled_call(entrypoint, args))}, name)
     text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
     if not text or not is_text(text):
         raise ValidationError("entrypoint", entrypoint, "expected a script, a module or a function")
@@ -81,15 +77,23 @@ def read_entry(
         except ValueError as error:
             raise ValidationError("entrypoint_args", sorted(args), str(error)) from error
     if _FUNCTION.fullmatch(text):
-        return FunctionCall(_payload(text, args))
+        return Entry({"source": _function(_payload(text, args))}, name)
     path = Path(text)
-    if path.is_file():
-        return Script(path.resolve(), as_argv(args))
-    if text.endswith(".py") or "/" in text or not _MODULE.fullmatch(text):
-        raise ValidationError(
-            "entrypoint", text, "expected a script that is there, 'package.module' or 'module:name'"
-        )
-    return Module(text, as_argv(args))
+    if not path.is_file():
+        if text.endswith(".py") or "/" in text or not _MODULE.fullmatch(text):
+            expected = "expected a script that is there, 'package.module' or 'module:name'"
+            raise ValidationError("entrypoint", text, expected)
+        return Entry({"command": [python, "-m", text, *as_argv(args)]}, name)
+    path = path.resolve()
+    if is_in_place:
+        runs: dict[str, Any] = {"command": [python, str(path)]}
+    else:
+        runs = {"source": Source(kind="script", content=path.read_bytes(), filename=path.name)}
+    return Entry(runs | {"args": as_argv(args)}, name, str(path.parent))
+
+
+def _function(payload: bytes) -> Source:
+    return Source(kind="function", content=payload, filename="function.pkl")
 
 
 def is_function(entrypoint: object) -> bool:
@@ -107,7 +111,7 @@ def entrypoint_name(entrypoint: object) -> str:
     return name if _FUNCTION.fullmatch(name) else ""
 
 
-def read_in_image(entrypoint: object) -> InImage:
+def read_in_image(entrypoint: object, command: list[str]) -> Entry:
     """For a command of the image. Raises ValidationError for what is no entrypoint.
 
     A function is named if the image can import it; a command runs as it is in any case.
@@ -117,11 +121,10 @@ def read_in_image(entrypoint: object) -> InImage:
         name = "" if name.startswith("__main__:") else name
         what = getattr(entrypoint, "__qualname__", repr(entrypoint))
         log.warning("replicas run command=; the function %s is not sent to them", what)
-        return InImage(name)
-    if not name or not is_text(name):
+    elif not name or not is_text(name):
         expected = "expected a name for ENTRYPOINT, which the command reads, such as 'module:name'"
         raise ValidationError("entrypoint", entrypoint, expected)
-    return InImage(name)
+    return Entry({"command": command}, name)
 
 
 def _pickled_call(function: Callable[..., Any], args: Mapping[str, Any]) -> bytes:
@@ -270,11 +273,8 @@ def _as_json(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
 
 
 def _too_large(key: str, value: Any) -> ValidationError:
-    return ValidationError(
-        f"entrypoint_args.{key}",
-        value,
-        f"expected at most {MAX_ARGS_BYTES} bytes for all of them: a function takes more",
-    )
+    expected = f"expected at most {MAX_ARGS_BYTES} bytes for all of them: a function takes more"
+    return ValidationError(f"entrypoint_args.{key}", value, expected)
 
 
 def _check_rank_env(name: Any, env: Mapping[str, str]) -> None:
@@ -302,9 +302,8 @@ def _text(key: str, value: Any) -> str:
     plain = _plain(value)
     text = plain if isinstance(plain, str) else _json(key, plain)
     if not is_text(text):
-        raise ValidationError(
-            f"entrypoint_args.{key}", value, "expected text in UTF-8 without NUL bytes"
-        )
+        expected = "expected text in UTF-8 without NUL bytes"
+        raise ValidationError(f"entrypoint_args.{key}", value, expected)
     if len(text.encode()) > MAX_ARGS_BYTES:
         raise _too_large(key, value)
     return text
@@ -312,11 +311,7 @@ def _text(key: str, value: Any) -> str:
 
 def _json(key: str, value: Any) -> str:
     try:
-        text = json.dumps(_plain(value))
+        return json.dumps(_plain(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValidationError(
-            f"entrypoint_args.{key}",
-            value,
-            f"expected what JSON can hold, or a function as entrypoint ({error})",
-        ) from error
-    return text
+        expected = f"expected what JSON can hold, or a function as entrypoint ({error})"
+        raise ValidationError(f"entrypoint_args.{key}", value, expected) from error

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from msgspec.structs import fields, replace
 
-from atoll.agent.result import NONE, PICKLE, Result, decode_value
+from atoll.agent.result import PICKLE, Result, decode_value
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,
@@ -46,7 +46,6 @@ from atoll.core.spec import (
     RankCount,
     RendezvousSpec,
     Resources,
-    Source,
     TrainingSpec,
     WorldSize,
 )
@@ -55,11 +54,6 @@ from atoll.core.stores import store_uri
 from atoll.replicas.entrypoints import (
     URI,
     Entry,
-    FunctionCall,
-    InImage,
-    Module,
-    Script,
-    entrypoint_name,
     is_function,
     read_arguments,
     read_entry,
@@ -159,23 +153,6 @@ class ReplicaSurface:
         """Whether replicas run in the working directory of the launcher, which they see."""
         return self._has_shared_folder and not self._sends_code
 
-    def _entry_fields(self, entry: Entry) -> dict[str, Any]:
-        """The fields of the spec that say what a rank runs, and where."""
-        here = {"working_dir": os.getcwd()} if self._runs_in_place else {}
-        match entry:
-            case FunctionCall(payload):
-                source = Source(kind="function", content=payload, filename="function.pkl")
-                return here | {"source": source}
-            case Module(name, argv):
-                return here | {"command": [self._python, "-m", name, *argv]}
-            case Script(path, argv) if self._runs_in_place:
-                return here | {"command": [self._python, str(path)], "args": argv}
-            case Script(path, argv):
-                source = Source(kind="script", content=path.read_bytes(), filename=path.name)
-                return {"source": source, "args": argv}
-            case InImage():
-                return here | {"command": self._command}
-
     def _launch_name(self, uid: str) -> str:
         """The name of a new launch, a DNS label."""
         return f"replicas-{uid[:12]}"
@@ -227,14 +204,14 @@ class ReplicaSurface:
         own = {} if entrypoint_args is None else entrypoint_args
         args = read_arguments(own, n_replicas=n_replicas, is_function=is_called)
         if self._command is None:
-            entry = read_entry(entrypoint, args.values)
+            python, in_place = self._python, self._runs_in_place
+            entry = read_entry(entrypoint, args.values, python=python, is_in_place=in_place)
         else:
-            entry = read_in_image(entrypoint)
+            entry = read_in_image(entrypoint, self._command)
         folder = os.getcwd() if self._has_shared_folder else None
         uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
-        name = entry.name if isinstance(entry, InImage) else entrypoint_name(entrypoint)
         uid = uuid.uuid4().hex
-        is_pickled = self._allow_pickle and isinstance(entry, FunctionCall)
+        is_pickled = self._allow_pickle and entry.is_function
         spec = TrainingSpec(
             name=self._launch_name(uid),
             world_size=WorldSize(min=1, target=n_replicas, max=n_replicas),
@@ -244,28 +221,29 @@ class ReplicaSurface:
             stop_grace_s=self._stop_grace_s,
             env={
                 **args.env,
-                **({ENTRYPOINT_VARIABLE: name} if name else {}),
+                **({ENTRYPOINT_VARIABLE: entry.name} if entry.name else {}),
                 **start_variables(n_replicas),
                 **({RESULTS_VARIABLE: PICKLE} if is_pickled else {}),
             },
             code=self._code_of(entry),
             max_restarts=self._restarts,
             image=self._image,
-            **self._entry_fields(entry),
+            working_dir=os.getcwd() if self._runs_in_place else None,
+            **entry.fields,
         )
         self._check_launch(spec)
         return Training(namespace=self._namespace, uid=uid, spec=spec, created_at=time.time())
 
     def _code_of(self, entry: Entry) -> Code | None:
         """The working directory, where it travels. Raises ValidationError if it is too large."""
-        if not self._sends_code or isinstance(entry, InImage):
+        if not self._sends_code:
             return None
         from atoll.code.archive import pack, refusal_of
 
         if explanation := refusal_of("."):
             log.warning("no code is sent: %s; code=False sends none on purpose", explanation)
             return None
-        folders = [str(entry.path.parent)] if isinstance(entry, Script) else []
+        folders = [entry.folder] if entry.folder else []
         code = pack(".", [*folders, *sys.path])
         if code is not None:
             end = "code: %d files, %d bytes packed, sha256 %s"
@@ -295,7 +273,14 @@ class ReplicaSurface:
         """The last `n_lines` lines it has printed; a placeholder while there are none."""
         check_int("n_lines", n_lines, 1, 10_000_000)
         gang = self._gang(handle)
-        texts = self._log(gang, handle, n_lines)
+
+        async def read(plane: ScriptPlane) -> list[str]:
+            lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=n_lines)
+            with contextlib.suppress(NotFound):  # deleted
+                return [line.text async for line in lines]
+            return []
+
+        texts = gang.plane.call(read(gang.plane)) if gang.plane is not None else []
         return "\n".join(texts) if texts else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:
@@ -442,25 +427,11 @@ class ReplicaSurface:
         is_other = gang is not None and address.uid not in (None, gang.training.uid)
         return None if is_other else gang
 
-    def _log(self, gang: Gang, handle: ReplicaHandle, tail: int | None) -> list[str]:
-        """The last lines of the replica's log."""
-        plane = gang.plane
-        if plane is None:
-            return []
-
-        async def read() -> list[str]:
-            lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
-            with contextlib.suppress(NotFound):  # deleted
-                return [line.text async for line in lines]
-            return []
-
-        return plane.call(read())
-
     def _report(self, gang: Gang, handle: ReplicaHandle, timeout: float | None) -> dict[str, Any]:
         rank = rank_of(gang.training, handle.rank)
         state = state_of(gang.training, handle.rank)
         ended = rank.exit
-        result, trouble = self._result(gang, handle) if state in TERMINAL else (None, "")
+        result, trouble = self._result(gang, handle.rank) if state in TERMINAL else (None, "")
         error = error_of(gang.training, rank, state)
         job_name = handle.metadata["job_name"]
         if gang.is_deleted and state == "cancelled":
@@ -482,32 +453,26 @@ class ReplicaSurface:
             "ended_at": ended.at if ended else None,
         }
 
-    def _result(self, gang: Gang, handle: ReplicaHandle) -> tuple[Any, str]:
+    def _result(self, gang: Gang, rank: int) -> tuple[Any, str]:
         """The result of the replica, or None and why there is none."""
-        if handle.rank not in gang.results:
-            gang.results[handle.rank] = self._decode(gang, self._read_result(gang, handle))
-        return gang.results[handle.rank]
+        if rank not in gang.results:
+            gang.results[rank] = self._read_result(gang, rank)
+        return gang.results[rank]
 
-    def _decode(self, gang: Gang, result: Result | None) -> tuple[Any, str]:
-        if result is None:
-            return None, ""
-        is_function = gang.training.spec.env.get(RESULTS_VARIABLE) == PICKLE
+    def _read_result(self, gang: Gang, rank: int) -> tuple[Any, str]:
+        is_pickled = gang.training.spec.env.get(RESULTS_VARIABLE) == PICKLE
         try:
-            return decode_value(result, allow_pickle=self._allow_pickle and is_function), ""
-        except ValueError as error:
-            return None, str(error)
-
-    def _read_result(self, gang: Gang, handle: ReplicaHandle) -> Result | None:
-        plane = gang.plane
-        if plane is None:
-            return None
-        try:
-            found = plane.call(plane.executor.result(gang.training, handle.rank))
+            if gang.plane is None:
+                return None, ""
+            found = gang.plane.call(gang.plane.executor.result(gang.training, rank))
+            if found is None:
+                return None, ""
+            allow_pickle = self._allow_pickle and is_pickled
+            return decode_value(Result(*found), allow_pickle=allow_pickle), ""
         except NotFound:  # deleted
-            return None
-        except BackendError as error:
-            return Result(NONE, str(error).encode())
-        return None if found is None else Result(*found)
+            return None, ""
+        except (BackendError, ValueError) as error:
+            return None, str(error)
 
 
 def absent_gang(address: LaunchAddress) -> Gang:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -37,20 +36,20 @@ def test_an_error_of_the_client_becomes_ours_and_others_pass() -> None:
 
 
 def test_only_so_many_questions_are_under_way() -> None:
-    together = threading.Barrier(2)
-    running: list[int] = []
-    most: list[int] = []
-
-    def wait() -> None:
-        running.append(1)
-        most.append(len(running))
-        together.wait(60)  # two at a time, or it breaks
-        running.pop()
-
     async def work() -> None:
-        client = Client(2)
-        await asyncio.gather(*(client.ask_thread(wait) for _ in range(6)))
-        assert max(most) == 2
+        client, answered, begun = Client(2), asyncio.Event(), []
+
+        async def call() -> None:
+            begun.append(1)
+            await answered.wait()
+
+        asking = [asyncio.create_task(client.ask("q", call)) for _ in range(6)]
+        for _ in range(50):  # whoever may begin has begun
+            await asyncio.sleep(0)
+        assert len(begun) == 2
+        answered.set()
+        await asyncio.gather(*asking)
+        assert len(begun) == client.questions["q"] == 6
 
     asyncio.run(work())
 

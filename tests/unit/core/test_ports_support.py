@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.backends.hfjobs.options import HFJobsOptions
-from atoll.backends.hfjobs.render import render_job as hf_job
+from atoll.backends.base import StoreBackend
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job as kubernetes_job
-from atoll.backends.modal.options import ModalOptions
-from atoll.backends.modal.render import render_sandbox
 from atoll.backends.sagemaker.options import SageMakerOptions
 from atoll.backends.sagemaker.render import render_job as sagemaker_job
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.backends.slurm.render import render_script
 from atoll.core.errors import ValidationError
+from atoll.core.executors import KINDS, load
 from atoll.core.ports import describe_unsupported, ignore, optional_fields, unsupported_fields
 from atoll.core.spec import BenchSpec, ProviderFilter, Resources, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
@@ -49,20 +47,21 @@ BACKENDS: dict[str, tuple[Any, Render]] = {
     "kubernetes": (KubernetesOptions(image="i", agent_image="a"), kubernetes),
     "slurm": (SlurmOptions(), slurm),
     "slurm with containers": (SlurmOptions(container="pyxis"), slurm),
-    "modal": (ModalOptions(store="s3://b/p"), lambda s, o: render_sandbox(of(s), (0, 0), o)),
     "sagemaker": (
         SageMakerOptions(role=ROLE, store="s3://bucket/p", image="i"),
         lambda s, o: sagemaker_job(of(s), (0, 0), o),
-    ),
-    "hfjobs": (
-        HFJobsOptions(store="s3://b/p", image="i"),
-        lambda s, o: hf_job(of(s), (0, 0), o),
     ),
     "sagemaker with an instance": (
         SageMakerOptions(role=ROLE, store="s3://bucket/p", image="i", instance_type="ml.m5.large"),
         lambda s, o: sagemaker_job(of(s), (0, 0), o),
     ),
 }
+for kind in KINDS:
+    backend = load(kind)
+    if kind not in BACKENDS and issubclass(backend, StoreBackend):  # a new one is tried by itself
+        assert backend.options_type is not None
+        options = backend.options_type(store="s3://b/p", image="i")
+        BACKENDS[kind] = (options, lambda s, o, render=backend.render: render(of(s), (0, 0), o))
 # By field: a spec without it and one with it.
 PAIRS: dict[str, list[tuple[TrainingSpec, TrainingSpec]]] = {
     "image": [(PLAIN, replace(PLAIN, image="x/y:1"))],

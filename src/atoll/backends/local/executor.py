@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.records import AttemptFacts, Facts
+from atoll.backends.folder_logs import FolderLogs
 from atoll.backends.launch import (
     ETCD_BACKEND,
     NO_BACKEND,
@@ -85,13 +86,12 @@ from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.metrics import RankUsage
 from atoll.core.model import SpecModel
 from atoll.core.plan import check_again_s
-from atoll.core.ports import Executor, Key, StopCause, Store, ignore, refuse
+from atoll.core.ports import Key, StopCause, Store, ignore, refuse
 from atoll.core.rank_access import ExecRequest, ExecResult
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     DesiredState,
     Followup,
-    LogLine,
     MeshStatus,
     Observation,
     ObservedBench,
@@ -102,7 +102,7 @@ from atoll.core.status import (
 from atoll.core.stores import own_keys_only
 from atoll.files.ownership import make_private
 from atoll.files.writing import write_file
-from atoll.logs.files import read_lines, tail_offsets
+from atoll.logs.files import LogGrowth
 from atoll.mesh.etcd import EtcdKeys
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
@@ -215,7 +215,7 @@ def rank_layout(directory: Path, shared_devices: int | None = None) -> RankLayou
     )
 
 
-class LocalBackend(Executor):
+class LocalBackend(FolderLogs):
     """The Executor of this machine."""
 
     name = "local"
@@ -546,24 +546,8 @@ class LocalBackend(Executor):
             lambda attempt: Path(result_file(directory, rank, attempt)).read_bytes(),
         )
 
-    async def log_offsets(
-        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
-    ) -> dict[int, int]:
-        return tail_offsets(self.log_folder(training), ranks, tail)
-
-    def logs_after(
-        self,
-        training: Training,
-        offsets: Mapping[int, int],
-        *,
-        ranks: Sequence[int] | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        growth = None
-        if follow is not None and not follow():
-            growth = self._supervisor(training).follow_logs()
-        folder = self.log_folder(training)
-        return read_lines(folder, offsets, ranks=ranks, follow=follow, growth=growth)
+    def log_growth(self, training: Training) -> contextlib.AbstractContextManager[LogGrowth]:
+        return self._supervisor(training).follow_logs()
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, rank_layout(self.root / training.uid))

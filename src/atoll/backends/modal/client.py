@@ -40,10 +40,8 @@ INVENTED = {137: "GENERIC_STATUS_TERMINATED", 124: "GENERIC_STATUS_TIMEOUT"}
 SETTINGS = (("token_id", "token_secret"), ("oauth_refresh_token", "oauth_client_id"))
 # What Modal will never do; a RemoteError says that the image cannot be had.
 REFUSED = (
-    failures.InvalidError,
-    failures.NotFoundError,
-    failures.PermissionDeniedError,
-    failures.RemoteError,
+    *(failures.InvalidError, failures.NotFoundError),
+    *(failures.PermissionDeniedError, failures.RemoteError),
 )
 CREDENTIALS = (
     "Modal needs credentials: 'modal token new' writes them, or set MODAL_TOKEN_ID and "
@@ -104,7 +102,7 @@ class Sandboxes(ServiceClient):
         self._client: Any = None
         self._opening = asyncio.Lock()
         self._creates = asyncio.Semaphore(options.creates)
-        self._images: dict[str, Any] = {}
+        self._image = functools.cache(self._registry_image)  # each is looked up once
 
     def translate(self, error: Exception, question: str) -> Exception:
         text = f"Modal, {question}: {one_line(error)}"
@@ -131,22 +129,17 @@ class Sandboxes(ServiceClient):
         )
 
     @question
-    async def hello(self) -> None:
-        """Whether the service answers, and takes the credentials."""
-        await self._client.hello.aio()
-
-    @question
     async def create(self, request: dict[str, Any]) -> str:
         """The id of the new sandbox. With a GPU it waits for room, for up to 21 minutes.
 
         Raises AlreadyStarted, Temporary, or Permanent for what Modal will never do.
         """
-        options = self._options
+        options, image = self._options, request["image"]  # None: Modal's own, or an object
         rest = {n: v for n, v in request.items() if n not in ("command", "image")}
         sandbox = await modal.Sandbox.create.aio(
             *request["command"],
             app=self._app,
-            image=self._image(request["image"]),
+            image=self._image(image) if isinstance(image, str) else image,
             secrets=[self._secret(name) for name in options.secrets],
             cloud=options.cloud,
             region=options.region,
@@ -204,14 +197,8 @@ class Sandboxes(ServiceClient):
             client=self._client,
         )
 
-    def _image(self, image: Any) -> Any:
-        """None is Modal's own: Debian with the Python of this machine."""
-        if not isinstance(image, str):
-            return image
-        if image not in self._images:
-            secret = self._secret(self._options.registry_secret)
-            self._images[image] = modal.Image.from_registry(image, secret=secret)
-        return self._images[image]
+    def _registry_image(self, name: str) -> Any:
+        return modal.Image.from_registry(name, secret=self._secret(self._options.registry_secret))
 
     def _secret(self, name: str | None) -> Any:
         if name is None:
@@ -247,9 +234,10 @@ def read_end(sandbox: Any) -> JobState | None:
         kind = type(result).DESCRIPTOR.fields_by_name["status"].enum_type
         status, text = str(kind.values_by_number[result.status].name), str(result.exception)
     except (AttributeError, KeyError, TypeError):  # the client hides it
-        status, text = INVENTED.get(code, ""), ""
+        status, text = "", ""
     end = status.removeprefix("GENERIC_STATUS_").replace("_", " ").lower() or "ended"
-    shown = "" if INVENTED.get(code) == status else f", exit code {code}"
+    is_invented = code in INVENTED and status in ("", INVENTED[code])
+    shown = "" if is_invented else f", exit code {code}"
     message = f"Modal says {end}{shown}" + (f": {text}" if text else "")
     return JobState("ended", str(CAUSES.get(status, "")), message)
 
@@ -259,10 +247,8 @@ def read_end(sandbox: Any) -> JobState | None:
 
 # What says nothing of the call: the service did not answer.
 UNANSWERED = (
-    failures.ConnectionError,
-    failures.ServiceError,
-    failures.InternalError,
-    failures.ClientClosed,
+    *(failures.ConnectionError, failures.ServiceError),
+    *(failures.InternalError, failures.ClientClosed),
 )
 
 
@@ -306,14 +292,10 @@ def cancel(call: Any) -> None:
 
 def is_terminated(call: Any) -> bool:
     """Whether somebody has cancelled it; the words of its error do not tell."""
-
-    def has_terminated(inputs: list[Any]) -> bool:
-        ends = (
-            each.status.name == "TERMINATED" or has_terminated(each.children) for each in inputs
-        )
-        return any(ends)
-
     try:
-        return has_terminated(call.get_call_graph())
+        inputs = list(call.get_call_graph())
     except failures.Error:
         return False
+    for each in inputs:  # which grows
+        inputs += each.children
+    return any(each.status.name == "TERMINATED" for each in inputs)

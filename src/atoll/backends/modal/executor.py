@@ -30,7 +30,8 @@ class _Gang:
         self.trouble = ""
 
     def ids_of(self, keys: Sequence[AttemptKey]) -> list[str]:
-        return [id for id, key in self.keys.items() if key in keys]
+        wanted = set(keys)
+        return [id for id, key in self.keys.items() if key in wanted]
 
     def raise_refusal(self) -> None:
         error, self.refusal = self.refusal, None
@@ -56,7 +57,7 @@ class ModalBackend(StoreBackend):
         check_credentials()
 
     async def probe(self) -> None:
-        await self.sandboxes.hello()
+        await self.sandboxes.running({UID: "none"})
 
     async def close(self) -> None:
         tasks = [task for gang in self._gangs.values() for task in gang.requested.values()]

@@ -70,20 +70,10 @@ SUPPORTS = (
     ),
 )
 # As the client checks the names of its objects, when it is too late.
-ObjectName = Annotated[
-    str,
-    Pattern(
-        "[a-zA-Z0-9_.-]{1,64}",
-        "expected 1 to 64 letters, digits, '-', '_' or '.', as Modal names its objects",
-    ),
-]
-MountPath = Annotated[
-    str,
-    Pattern(
-        r"(?!/(root|tmp)$)(/(?!\.\.?(/|$))[^/]+)+",
-        "expected an absolute path, not '/', '/root' or '/tmp'",
-    ),
-]
+NAMES = "[a-zA-Z0-9_.-]{1,64}"
+ObjectName = Annotated[str, Pattern(NAMES, "expected 1 to 64 letters, digits, '-', '_' or '.'")]
+PATHS = r"(?!/(root|tmp)$)(/(?!\.\.?(/|$))[^/]+)+"
+MountPath = Annotated[str, Pattern(PATHS, "expected an absolute path, not /, /root or /tmp")]
 
 
 class Bucket(SpecModel, frozen=True):

@@ -18,7 +18,7 @@ from pathlib import Path
 from atoll.agent.wrapper import code_root
 from atoll.backends.base import FolderBackend
 from atoll.backends.launch import RankLayout
-from atoll.backends.records import AttemptKey, JobState, Json, Timing, best_jobs
+from atoll.backends.records import AttemptKey, JobState, Timing, best_jobs
 from atoll.backends.service import run_command
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.backends.slurm.read import SQUEUE, QueuedTask, read_queue
@@ -39,22 +39,19 @@ NOT_FOUND = (
     "not found: run this where Slurm's commands are, such as a login node, or install them "
     "(Debian: apt-get install slurm-client)"
 )
-# What sbatch says of requests that it will refuse at any time; everything else may pass.
-REFUSALS = re.compile(
-    r"not available|invalid|can ?not be satisfied|unrecognized option|not permitted|"
-    r"access denied|too long|must be|permission denied|violates? .*limit|unable to open file",
-    re.IGNORECASE,
-)
+# What sbatch says of requests that may pass later, and of those that it will refuse at any time;
+# everything else may pass, too.
 PASSING = re.compile(
-    r"unable to contact|timed out|temporarily|zero bytes|try again|unexpected message|"
-    r"accounting/qos policy|communication|maxsubmit",
-    re.IGNORECASE,
+    r"(?i)unable to contact|timed out|temporarily|zero bytes|try again|unexpected message|"
+    r"accounting/qos policy|communication|maxsubmit"
+)
+REFUSALS = re.compile(
+    r"(?i)not available|invalid|can ?not be satisfied|unrecognized option|not permitted|"
+    r"access denied|too long|must be|permission denied|violates? .*limit|unable to open file"
 )
 # What sbatch says of an option that this cluster does not have, by the option.
 NEVER = {
-    "invalid partition": "partition",
-    "invalid account": "account",
-    "invalid qos": "qos",
+    **{f"invalid {name}": name for name in ("partition", "account", "qos")},
     "invalid feature": "constraint",
     "reservation is invalid": "reservation",
     "invalid generic resource": "gres",
@@ -62,7 +59,6 @@ NEVER = {
 }
 TRY_S = 3.0  # how long a refusal is waited for
 SHARED_S = 0.2  # observations this close together share a question
-KILL_WAIT_S = 30.0  # between Slurm's SIGTERM and its SIGKILL, where it does not say
 
 
 class SlurmBackend(FolderBackend):
@@ -71,7 +67,7 @@ class SlurmBackend(FolderBackend):
     name = "slurm"
     options_type = SlurmOptions
     job_variable = "SLURM_JOB_ID"
-    eviction_s = KILL_WAIT_S
+    eviction_s = 30.0  # KillWait by default, where Slurm does not say
     options: SlurmOptions
 
     def __init__(self, options: SlurmOptions, root: Path) -> None:
@@ -82,8 +78,7 @@ class SlurmBackend(FolderBackend):
         self.questions = 0  # asked of slurmctld so far
         self._queue: tuple[float, list[QueuedTask]] | None = None
         self._asking = asyncio.Lock()
-        self._array_size = options.array_size
-        self._has_read_limits = False
+        self._array_size: int | None = None  # until the cluster was asked
 
     def check_machine(self) -> None:
         for command in COMMANDS:
@@ -124,7 +119,7 @@ class SlurmBackend(FolderBackend):
 
     async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
         await self._ask_limits()
-        for offset, tasks in chunks(ranks, self._array_size).items():
+        for offset, tasks in chunks(ranks, self._array_size or self.options.array_size).items():
             script = self.script(training, attempt, offset, tasks)
             status, _, trouble = await self._run("sbatch", "--parsable", stdin=script)
             self._queue = None
@@ -163,21 +158,9 @@ class SlurmBackend(FolderBackend):
         )
         return render_command(spec, self.options, folder, command, root or spec.working_dir)
 
-    def launch(self, training: Training) -> Json:
-        launch = super().launch(training)
-        # In a container it is a folder of the image.
-        return launch if self.options.container is None else {**launch, "folder": ""}
-
     def script(self, training: Training, attempt: int, offset: int, tasks: Sequence[int]) -> str:
-        return render_script(
-            training,
-            self.options,
-            folder=str(self.folder_of(training)),
-            python=self.python,
-            attempt=attempt,
-            offset=offset,
-            tasks=tasks,
-        )
+        folder = str(self.folder_of(training))
+        return render_script(training, self.options, folder, self.python, attempt, offset, tasks)
 
     async def prepare(self, training: Training) -> None:
         await self._ask_limits()
@@ -202,7 +185,7 @@ class SlurmBackend(FolderBackend):
 
     async def _ask_limits(self) -> None:
         """The cluster's own grace, and how many tasks its arrays may have; asked once."""
-        if self._has_read_limits:
+        if self._array_size is not None:
             return
         _, out, _ = await self._run("scontrol", "show", "config")
         limits = dict(re.findall(r"^(KillWait|MaxArraySize)\s*=\s*(\d+)", out, re.MULTILINE))
@@ -210,7 +193,6 @@ class SlurmBackend(FolderBackend):
             self.eviction_s = float(limits["KillWait"])
             most = max(int(limits["MaxArraySize"]), 1)  # task numbers are below it
             self._array_size = min(self.options.array_size, most)
-            self._has_read_limits = True
 
     async def _run(self, *arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
         env = command_env(os.environ, stdin or "")

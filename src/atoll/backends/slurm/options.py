@@ -17,22 +17,12 @@ from atoll.core.spec import TrainingSpec
 Container = Literal["pyxis", "apptainer"]
 
 SbatchWord = Annotated[str, Pattern(r"[^\s'\"\\#;`$]+", "expected one word, as sbatch takes it")]
-Time = Annotated[
-    str,
-    Pattern(
-        r"(?i)\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE",
-        "expected minutes, hours:minutes:seconds or days-hours:minutes:seconds",
-    ),
-]
+TIMES = r"(?i)\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE"
+Time = Annotated[str, Pattern(TIMES, "expected minutes, or [days-]hours:minutes:seconds")]
 AbsolutePath = Annotated[str, Pattern(r"[/~]\S*", "expected an absolute path without spaces")]
 Line = Annotated[str, Pattern(r".*\S.*", "expected one line")]
-SbatchLine = Annotated[
-    str,
-    Pattern(
-        r"(-[a-zA-Z]|--[a-z][a-z-]*)([ =].*)?",
-        "expected an option of sbatch, such as --exclusive",
-    ),
-]
+LINES = r"(-[a-zA-Z]|--[a-z][a-z-]*)([ =].*)?"
+SbatchLine = Annotated[str, Pattern(LINES, "expected an option of sbatch, such as --exclusive")]
 # Lines that decide which job is which rank's, or that it runs once.
 OURS = frozenset(
     {

@@ -16,10 +16,7 @@ from atoll.core.text import parse_quantity
 # The control plane's own secrets and addresses are not passed on to ranks.
 WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
 # Variables of sbatch that would change which job is which rank's, or keep sbatch waiting.
-OVERRULING = tuple(
-    f"SBATCH_{name}"
-    for name in ("CLUSTERS", "ERROR", "INPUT", "OPEN_MODE", "REQUEUE", "TEST_ONLY", "WAIT")
-)
+OVERRULING = ("CLUSTERS", "ERROR", "INPUT", "OPEN_MODE", "REQUEUE", "TEST_ONLY", "WAIT")
 # Variables of sbatch that are not called as their option is.
 NAMES = {
     "array": ("ARRAY_INX",),
@@ -65,7 +62,6 @@ def task_spans(tasks: Sequence[int]) -> str:
 def render_script(
     training: Training,
     options: SlurmOptions,
-    *,
     folder: str,
     python: str,
     attempt: int,
@@ -126,17 +122,13 @@ def command_env(environ: Mapping[str, str], script: str) -> dict[str, str]:
     For sbatch, variables of the user's shell win over the lines of a script. Those that would
     overrule one of its lines are left out, and the others (SBATCH_ACCOUNT) are kept as defaults.
     """
-    lines = re.findall(r"^#SBATCH --?([\w-]+)", script, re.MULTILINE)
-    doomed = {*WITHHELD, *OVERRULING}
-    for line in lines:
+    names = {*OVERRULING}
+    for line in re.findall(r"^#SBATCH --?([\w-]+)", script, re.MULTILINE):
         option = SHORT.get(line, line)
-        doomed |= {f"SBATCH_{name}" for name in NAMES.get(option, ())}
-        doomed.add(f"SBATCH_{option.upper().replace('-', '_')}")
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in doomed and not name.startswith(("SQUEUE_", "SCANCEL_"))
-    }
+        names |= {*NAMES.get(option, ()), option.upper().replace("-", "_")}
+    doomed = {*WITHHELD, *(f"SBATCH_{name}" for name in names)}
+    others = ("SQUEUE_", "SCANCEL_")
+    return {n: v for n, v in environ.items() if n not in doomed and not n.startswith(others)}
 
 
 def render_command(

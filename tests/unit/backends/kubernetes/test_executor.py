@@ -13,6 +13,8 @@ import pytest
 from atoll.backends.kubernetes import executor as module
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.job import Job
+from atoll.backends.kubernetes.launches import training_of
 from atoll.core.errors import Denied, ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState
@@ -161,3 +163,15 @@ def test_a_job_is_rendered_once_in_its_life(monkeypatch: pytest.MonkeyPatch) -> 
 
     asyncio.run(work())
     assert len(rendered) == 1
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_job_of_a_launch_carries_what_others_need_to_follow_it(is_shared: bool) -> None:
+    server = Server(lambda kind, body: None)
+    backend = server.backend(image="i:1")
+    backend.is_shared = is_shared
+    asyncio.run(backend.apply(training(), DesiredState(version=1, size=3)))
+    created = next(r for r in server.requests if r.method == "POST" and "jobs" in r.url.path)
+    job = Job(msgspec.json.decode(created.content))
+    followed = training_of(job)
+    assert (followed is not None and followed.uid == training().uid) == is_shared

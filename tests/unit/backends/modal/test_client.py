@@ -11,8 +11,9 @@ from typing import Any
 import modal
 import pytest
 
-from atoll.backends.modal.client import AlreadyStarted, Sandboxes, answer
+from atoll.backends.modal.client import AlreadyStarted, Sandboxes, answer, read_end
 from atoll.backends.modal.options import Bucket, ModalOptions
+from atoll.backends.records import JobState
 from atoll.core.errors import Permanent, Temporary
 from tests.support.modal_stand_in import ModalStandIn, StandInSandbox
 
@@ -271,3 +272,13 @@ def test_a_cancel_ends_the_wait_though_the_client_does_not_let_go() -> None:
             assert asked.cancelled()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(137, "Modal says ended"), (3, "Modal says ended, exit code 3")]
+)
+def test_a_client_that_hides_the_end_names_no_cause(code: int, message: str) -> None:
+    class Hidden:
+        returncode = code
+
+    assert read_end(Hidden()) == JobState("ended", "", message)

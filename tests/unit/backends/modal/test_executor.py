@@ -401,7 +401,7 @@ def test_by_its_name_in_the_configuration(stand_in: ModalStandIn, tmp_path: Path
     backend = load(made.kind).configured("cloud", made.options, PlaneContext(tmp_path, "p"))
     assert backend.name == "cloud"
     asyncio.run(backend.probe())  # type: ignore[attr-defined]
-    assert stand_in.calls["ClientHello"] == 1
+    assert stand_in.calls["SandboxListV2"] == 1
     with pytest.raises(ValidationError, match="store"):
         load("modal").configured("c", {"store": "file:///x"}, PlaneContext(tmp_path, "p"))
 
