@@ -56,6 +56,7 @@ COMMANDS = {
     "wait": "trainings",
     "cancel": "trainings",
     "rm": "trainings",
+    "sweep": "sweep",
     "rerun": "run",
     "top": "top",
     "ui": "plane",

@@ -641,14 +641,14 @@ def misplaced(command: Sequence[str], typed: Sequence[str]) -> str:
 
 def generate_name(command: Sequence[str]) -> str:
     """A DNS label made of the program's name and a random suffix."""
-    return f"{_stem(command)[: _MAX_NAME - 1 - _SUFFIX].rstrip('-')}-{_random()}"
+    return f"{stem_of(command)[: _MAX_NAME - 1 - _SUFFIX].rstrip('-')}-{_random()}"
 
 
 def _random() -> str:
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(_SUFFIX))
 
 
-def _stem(command: Sequence[str]) -> str:
+def stem_of(command: Sequence[str]) -> str:
     """`train` for `python train.py --lr 3`, `nanogpt-train` for `python -m nanogpt.train`."""
     stem = next(filter(None, map(_label, _candidates(command))), None)
     return stem or (_label(command[0]) if command else "") or "training"

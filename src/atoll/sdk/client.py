@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Unpack
@@ -24,7 +23,7 @@ from atoll.sdk.training import DELETE_S, DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
 if TYPE_CHECKING:
-    from atoll.sdk.sweep import Sweep, SweepRun
+    from atoll.sdk.sweep import MapRun, Sweep
 
 Trainings = list[DistributedTraining]
 Executors = list[ExecutorStatus]
@@ -206,13 +205,14 @@ class Client:
 
         Rows have `result`, `error` and `training`; `print` shows a table. The same call made again,
         after Ctrl-C say, continues: what has succeeded or runs is not run again, what failed is.
-        With other code of the function or another `name` all are new. With `allow_pickle` results
-        travel as pickles, which can run any code here. `options` are those of
+        The trainings have the arguments as settings and one label `group`: `atoll ps --group` shows
+        them. With other code of the function or another `name` all are new. With `allow_pickle`
+        results travel as pickles, which can run any code here. `options` are those of
         `deploy_distributed`.
         """
         sweeping = self._sweeping(function, settings, concurrency, name, options, allow_pickle)
         try:
-            return self.run(sweeping.run())
+            return self.run(sweeping.rows())
         except KeyboardInterrupt:
             sweeping.print_interrupted()
             raise
@@ -229,7 +229,7 @@ class Client:
         **options: Unpack[DeployOptions],
     ) -> Sweep:
         sweeping = self._sweeping(function, settings, concurrency, name, options, allow_pickle)
-        return await self.arun(sweeping.run())
+        return await self.arun(sweeping.rows())
 
     def _sweeping(
         self,
@@ -239,24 +239,24 @@ class Client:
         name: str | None,
         options: DeployOptions,
         allow_pickle: bool,
-    ) -> SweepRun:
+    ) -> MapRun:
         from atoll.agent.result import PICKLE, RESULTS_VARIABLE
-        from atoll.sdk.sweep import SweepRun, jobs_of  # imported here: it loads slowly
+        from atoll.sdk.sweep import MapRun, jobs_of, label_of  # imported here: it loads slowly
 
         if allow_pickle:
             options = {**options, "env": {**(options.get("env") or {}), RESULTS_VARIABLE: PICKLE}}
         jobs = jobs_of(function, settings, name)
-        for job in jobs[:1]:  # refuses bad options and functions before anything is sent
-            resolve_training(job.name, {**options, "source": partial(function, **job.arguments)})
-        return SweepRun(
+        sweeping = MapRun(
             self,
-            self._local_fields,
             function,
             jobs,
+            name or label_of(function),
             concurrency,
             options,
             allow_pickle=allow_pickle,
         )
+        sweeping.check()
+        return sweeping
 
     def get(self, name: str) -> DistributedTraining:
         """The handle of an existing training. Raises NotFound."""

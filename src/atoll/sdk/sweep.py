@@ -16,32 +16,42 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack, overload
 
-from atoll.core.checks import check_int, check_name
+from atoll.core.checks import check_int
 from atoll.core.describe import describe_end
 from atoll.core.errors import AtollError, Conflict, NotFound, ValidationError
 from atoll.core.phase import Phase
+from atoll.core.settings import GROUP, Settings, name_label
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
 from atoll.sdk.client import Client
-from atoll.sdk.effects import Flow, NextChange, Pause, Send, decode_answer, send
+from atoll.sdk.effects import Flow, NextChange, Pack, Pause, Send, decode_answer, send
 from atoll.sdk.options import DeployOptions, check_options
+from atoll.sdk.search import MAX_TRAININGS, StopRule, setting_names, to_start
 from atoll.sdk.training import DELETE_S, ColumnTable, DistributedTraining
 
-MAX_TRAININGS = 100_000  # more settings are a mistake: a list of them takes minutes to store
 MAX_AT_ONCE = 10_000  # as many ranks as one training may have
 RELIST_S = 0.5  # pause after a broken watch
-_DIGEST = 10  # characters of it in a name
+POLL_S = 2.0  # between two reads of the metrics that a stop rule tests: ranks report every second
+_DIGEST = 6  # characters of it in a name, after the settings
 MAX_IN_NAME = 63 - 1 - _DIGEST  # of a DNS label, without the dash and the digest
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
 
 
 class Job(NamedTuple):
-    """One training to come: its name, and what it calls."""
+    """One training to come: its name, and the settings that it has."""
 
     at: int
     name: str
     arguments: dict[str, Any]
+
+    @property
+    def settings(self) -> Settings:
+        """Arguments that are no setting as their text."""
+        return {
+            name: value if isinstance(value, bool | int | float | str) else repr(value)[:200]
+            for name, value in self.arguments.items()
+        }
 
 
 class SweepRow(NamedTuple):
@@ -134,21 +144,23 @@ def jobs_of(
     listed = [settings] if isinstance(settings, Mapping) else list(settings)
     check_int("the number of settings", len(listed), 0, MAX_TRAININGS)
     if name is not None:
-        check_name("name", name)
+        name_label("name", name)
         if len(name) > MAX_IN_NAME:
             raise ValidationError("name", name, f"expected at most {MAX_IN_NAME} characters")
     stem, code = name or label_of(function), _code(function)
-    jobs, names = [], set()
+    jobs = []
+    digests: set[str] = set()
     for at, setting in enumerate(listed):
         if not isinstance(setting, Mapping) or not all(isinstance(key, str) for key in setting):
             raise ValidationError(f"settings[{at}]", setting, "expected a dict of arguments")
         check_arguments(function, setting, f"settings[{at}]")
         again = 0  # a setting that is listed twice runs twice
-        while (one := f"{stem}-{_digest(code, setting, again)}") in names:
+        while (digest := _digest(code, setting, again)) in digests:
             again += 1
-        names.add(one)
-        jobs.append(Job(at, one, dict(setting)))
-    return jobs
+        digests.add(digest)
+        jobs.append(Job(at, digest, dict(setting)))
+    names = setting_names(stem, [job.settings for job in jobs])
+    return [job._replace(name=f"{text}-{job.name}") for job, text in zip(jobs, names, strict=True)]
 
 
 def label_of(function: Callable[..., Any]) -> str:
@@ -208,101 +220,178 @@ def check_arguments(
 
 
 class SweepRun:
-    """One call of `client.map`, as a flow."""
+    """One sweep, as a flow: a training for each job, at most so many at once.
+
+    A job whose training succeeded or runs is not run again; one that failed or was cancelled is,
+    unless a stop rule holds for it.
+    """
 
     def __init__(
         self,
         client: Client,
-        shared: Callable[[TrainingSpec], dict[str, Any]],
-        function: Callable[..., Any],
         jobs: Sequence[Job],
+        resolve: Callable[[Job], tuple[TrainingSpec, Pack | None]],
         concurrency: int | None,
-        options: Mapping[str, Any],
         *,
-        allow_pickle: bool = False,
+        stop: Sequence[StopRule] = (),
+        on_change: Callable[[], object] = lambda: None,
+        poll_s: float | None = None,
     ) -> None:
         at_once = min(len(jobs) or 1, os.cpu_count() or 1) if concurrency is None else concurrency
         check_int("concurrency", at_once, 1, MAX_AT_ONCE)
+        self.jobs = jobs
+        self.trainings: dict[int, Training] = {}  # by job: as it was last read
+        self.stopped: dict[int, StopRule] = {}  # by job: why it was stopped early
+        self.running: set[int] = set()
         self._client = client
-        self._shared = shared
-        self._function = function
-        self._jobs = jobs
+        self._resolve = resolve
         self._at_once = at_once
-        self._options = options
-        self._allow_pickle = allow_pickle
-        self._ended: dict[int, Training] = {}
-        self._running: dict[str, tuple[Job, Training]] = {}  # by uid
+        self._stop = stop
+        self._on_change = on_change
+        self._watch_s = POLL_S if stop and poll_s is None else poll_s or flows.WATCH_S
 
-    def run(self) -> Flow[Sweep]:
-        waiting = list(self._jobs)
+    def run(self) -> Flow[None]:
+        """To the end of all jobs."""
         version = yield from _version()
-        while waiting or self._running:
-            while waiting and len(self._running) < self._at_once:
-                job = waiting.pop(0)
-                self._take(job, (yield from self._begin(job)))
-            if not self._running:
+        while True:
+            started = self.trainings
+            for job in to_start(self.jobs, started, len(self.running), self._at_once):
+                self._take(job.at, (yield from self._begin(job)))
+            if not self.running:
+                if len(self.trainings) == len(self.jobs):
+                    return
                 continue
-            change = yield NextChange(flows.ALL, version, flows.WATCH_S)
+            change = yield NextChange(flows.ALL, version, self._watch_s)
             if change is None:
-                yield Pause(RELIST_S)
+                if self._watch_s == flows.WATCH_S:
+                    yield Pause(RELIST_S)
                 version = yield from _version()
                 yield from self._relist()
-            elif change.training.uid in self._running:
-                job, _ = self._running[change.training.uid]
-                self._take(job, change.training, is_removed=change.is_removed)
-        rows = []
-        for job in self._jobs:
-            rows.append((yield from self._row(job)))
-        return Sweep(rows)
+                yield from self._stop_early()
+                self._on_change()
+                continue
+            for at in self.running:
+                if self.trainings[at].uid == change.training.uid:
+                    self._take(at, change.training, is_removed=change.is_removed)
+                    break
 
     def print_interrupted(self) -> None:
         """What an interrupted call leaves, in one line on stderr."""
+        ended = len(self.trainings) - len(self.running)
         sys.stderr.write(
-            f"atoll: interrupted with {len(self._ended)} of {len(self._jobs)} done; "
-            f"{len(self._running)} keep running, and the same call continues from there\n"
+            f"atoll: interrupted with {ended} of {len(self.jobs)} done; "
+            f"{len(self.running)} keep running, and the same call continues from there\n"
         )
 
     def _begin(self, job: Job) -> Flow[Training]:
-        """The training of the job: a new one, or the one that an earlier call began and that has
-        not failed."""
-        from atoll.sdk.config import resolve_training
-
-        call = functools.partial(self._function, **job.arguments)
-        spec, pack = resolve_training(job.name, {**self._options, "source": call})
-        shared = self._shared(spec)
+        spec, pack = self._resolve(job)
+        shared = self._client._local_fields(spec)
         while True:
             try:
                 return (yield from flows.deploy(spec, shared, os.urandom(16).hex(), pack))
             except Conflict:
                 try:
-                    known = yield from flows.get(job.name)
+                    known = yield from flows.get(spec.name)
                 except NotFound:
                     continue
+            if known.spec.command != spec.command:
+                raise Conflict(
+                    f"{known.display_name!r} exists with another command: choose another name, or "
+                    "remove it"
+                )
             if known.status.phase not in (Phase.FAILED, Phase.CANCELLED):
+                return known
+            if known.status.phase is Phase.CANCELLED and (yield from self._check_rules(job, known)):
                 return known
             yield from flows.delete(flows.TrainingRef(known.name, known.uid), DELETE_S)
 
-    def _take(self, job: Job, training: Training, *, is_removed: bool = False) -> None:
+    def _take(self, at: int, training: Training, *, is_removed: bool = False) -> None:
+        self.trainings[at] = training
         if training.status.phase.is_terminal or is_removed:
-            self._running.pop(training.uid, None)
-            self._ended[job.at] = training
+            self.running.discard(at)
         else:
-            self._running[training.uid] = (job, training)
+            self.running.add(at)
+        self._on_change()
 
     def _relist(self) -> Flow[None]:
         """Reads what runs: changes may have been missed."""
-        for job, known in list(self._running.values()):
+        for at in list(self.running):
+            known = self.trainings[at]
             try:
                 newest = yield from flows.read(flows.TrainingRef(known.name, known.uid))
             except NotFound:
-                self._take(job, known, is_removed=True)
+                self._take(at, known, is_removed=True)
             else:
-                self._take(job, newest)
+                self._take(at, newest)
+
+    def _stop_early(self) -> Flow[None]:
+        for at in list(self.running):
+            training = self.trainings[at]
+            if at not in self.stopped and (yield from self._check_rules(self.jobs[at], training)):
+                yield from flows.cancel(flows.TrainingRef(training.name, training.uid))
+
+    def _check_rules(self, job: Job, training: Training) -> Flow[bool]:
+        """Whether a stop rule holds; it is kept as the reason."""
+        if not self._stop:
+            return False
+        names = list(dict.fromkeys(rule.metric for rule in self._stop))
+        metrics = (yield from flows.newest_metrics(names, [training.name])).items
+        newest = {metric.name: metric for metric in metrics if metric.uid == training.uid}
+        for rule in self._stop:
+            metric = newest.get(rule.metric)
+            if metric is not None and rule.holds(float(metric.value), metric.step):
+                self.stopped[job.at] = rule
+                return True
+        return False
+
+
+class MapRun(SweepRun):
+    """One call of `client.map`."""
+
+    def __init__(
+        self,
+        client: Client,
+        function: Callable[..., Any],
+        jobs: Sequence[Job],
+        group: str,
+        concurrency: int | None,
+        options: Mapping[str, Any],
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
+        super().__init__(client, jobs, self._spec_of, concurrency)
+        self._function = function
+        self._group = group
+        self._options = options
+        self._allow_pickle = allow_pickle
+
+    def _spec_of(self, job: Job) -> tuple[TrainingSpec, Pack | None]:
+        from atoll.sdk.config import resolve_training
+
+        options = {
+            **self._options,
+            "source": functools.partial(self._function, **job.arguments),
+            "labels": {GROUP: self._group, **(self._options.get("labels") or {})},
+            "settings": {**(self._options.get("settings") or {}), **job.settings},
+        }
+        return resolve_training(job.name, options)
+
+    def check(self) -> None:
+        """Refuses bad options and functions before anything is sent."""
+        for job in self.jobs[:1]:
+            self._spec_of(job)
+
+    def rows(self) -> Flow[Sweep]:
+        yield from self.run()
+        rows = []
+        for job in self.jobs:
+            rows.append((yield from self._row(job)))
+        return Sweep(rows)
 
     def _row(self, job: Job) -> Flow[SweepRow]:
         from atoll.sdk.training import DistributedTraining
 
-        training = self._ended[job.at]
+        training = self.trainings[job.at]
         handle = DistributedTraining(self._client, training)
         if training.status.phase is not Phase.SUCCEEDED:
             ending = describe_end(training) if training.status.phase.is_terminal else "removed"

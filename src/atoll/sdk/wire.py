@@ -119,6 +119,7 @@ class Performer:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._changes: Iterator[Change] | None = None
+        self._watched = ""  # the path of those changes
         self._exits = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -140,6 +141,9 @@ class Performer:
             return reply(response, response.read())
 
     def _next(self, effect: NextChange) -> Change | None:
+        if effect.path != self._watched:
+            self.close()  # a flow within the flow has watched something else
+            self._watched = effect.path
         try:
             with translate_errors(self._wire.endpoint):
                 if self._changes is None:
@@ -168,6 +172,7 @@ class AsyncPerformer:
         self._wire = wire
         self._client: httpx2.AsyncClient | None = None
         self._changes: AsyncIterator[Change] | None = None
+        self._watched = ""  # the path of those changes
         self._exits = contextlib.AsyncExitStack()
 
     async def close(self) -> None:
@@ -200,6 +205,9 @@ class AsyncPerformer:
         return self._client
 
     async def _next(self, effect: NextChange) -> Change | None:
+        if effect.path != self._watched:
+            await self.close()  # a flow within the flow has watched something else
+            self._watched = effect.path
         limit = None if effect.timeout == inf else effect.timeout
         try:
             with translate_errors(self._wire.endpoint):

@@ -55,7 +55,7 @@ def test_values_come_back_typed_and_what_failed_is_named(
     again = asyncio.run(client.map_async(fit, settings, concurrency=1))
     assert again.results == rows.results
     counts = {path.name: len(path.read_text()) for path in tmp_path.glob("fit-*")}
-    assert [counts[row.training.name] for row in again] == [1, 1, 2]
+    assert [counts[row.training.spec.name] for row in again] == [1, 1, 2]
 
 
 def test_a_result_that_cannot_be_returned_is_an_error_of_its_row(client: atoll.Client) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
+from atoll.core.settings import dns_label
 from atoll.sdk.sweep import DistributedFunction, distributed, jobs_of
 
 
@@ -25,13 +26,13 @@ def names(settings: list[dict[str, Any]], function: Any = train, name: Any = Non
 
 def test_a_name_is_that_of_the_call() -> None:
     one, two = names([{"lr": 0.1}, {"lr": 0.2}])
-    assert one.startswith("train-")
+    assert one.startswith("train-lr0.1-")
     assert one != two
     assert names([{"lr": 0.2}, {"lr": 0.1}]) == [two, one]
     assert names([{"lr": 1}]) != names([{"lr": 1.0}])
     assert names([{"lr": 0.1}], another) != names([{"lr": 0.1}], name="another")
     for each in names([{"lr": 0.1}], lambda lr: lr) + names([{"lr": 0.1}], name="a" * 52):
-        check_name("name", each)
+        check_name("name", dns_label(each))
 
 
 def test_a_setting_that_is_listed_twice_runs_twice() -> None:
