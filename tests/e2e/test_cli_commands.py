@@ -20,7 +20,7 @@ TRAINING_KEYS = {
 RANK_KEYS = {"rank", "phase", "podName", "node", "provider", "region", "restarts", "message"}
 EXIT_KEYS = {
     "rank", "exitCode", "terminationReason", "restartCount", "signal", "startedAt", "endedAt",
-    "host", "collateral", "message", "logTail",
+    "host", "collateral", "message", "logTail", "stack",
 }  # fmt: skip
 EVENT_KEYS = {"type", "reason", "message", "at", "count", "id"}
 FOREVER = "echo line one; echo line two; trap 'exit 0' TERM; while :; do sleep 0.05; done"

@@ -331,6 +331,7 @@ def exit_from(end: Record, job: JobState | None = None) -> Exit:
         failed_at=end.get("failedAt"),
         message=message,
         log_tail=end.get("tail") or [],
+        stack=end.get("stack") or [],
         is_from_backend=end.get("by") == BY_EXECUTOR,
     )
 

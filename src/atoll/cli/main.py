@@ -52,6 +52,7 @@ COMMANDS = {
     "events": "trainings",
     "exec": "rank_access",
     "kill": "rank_access",
+    "stacks": "rank_access",
     "scale": "trainings",
     "wait": "trainings",
     "cancel": "trainings",

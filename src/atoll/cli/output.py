@@ -476,4 +476,7 @@ def end_report(training: Training) -> str:
         lines += [f"  | {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:]]
     else:
         lines.append(f"  rank {cause.rank} printed nothing")
+    if cause.stack:
+        lines.append(f"  where rank {cause.rank} was:")
+        lines += [f"  | {escape_control(line)}" for line in cause.stack]
     return "\n".join(lines)

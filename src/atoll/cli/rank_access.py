@@ -1,4 +1,4 @@
-"""Commands that reach into a rank: run something beside it, signal it."""
+"""Commands that reach into a rank: run something beside it, signal it, see where it is."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from atoll.core.rank_access import (
     MAX_STDIN_BYTES,
     TIMED_OUT,
     ExecTarget,
+    FoldedStack,
+    StackList,
     signal_of,
 )
+from atoll.core.stacks import describe_group
+from atoll.core.text import escape_control
 from atoll.sdk import flows
 from atoll.sdk.client import Client
 
@@ -158,3 +162,49 @@ def kill(name: str, rank: int, name_of_signal: str, is_json: bool) -> None:
         print_json({"name": name, **full(result)})
     else:
         print(f"{name}: sent {result.signal} to rank {rank}, process {result.pid} on {result.host}")
+
+
+@click.command()
+@name_argument
+@click.argument("rank", type=click.IntRange(min=0), required=False)
+@click.option(
+    "--kept",
+    "is_kept",
+    is_flag=True,
+    help="Show what atoll took by itself: of ranks that stalled, that it had to kill, or whose "
+    "round timed out.",
+)
+@click.option("--threads", "has_threads", is_flag=True, help="Show all threads of each process.")
+@json_option
+def stacks(name: str, rank: int | None, is_kept: bool, has_threads: bool, is_json: bool) -> None:
+    """Show where the ranks are: the stacks of all of them, or of RANK, equal ones in one line.
+
+    Of a training that is over, what atoll took by itself.
+    """
+    found = Client().get(name).stacks(rank, kept=is_kept)
+    print_json(found) if is_json else print(stacks_text(found, has_threads=has_threads))
+
+
+def stacks_text(found: StackList, *, has_threads: bool) -> str:
+    """The folded lines, then each stack once; with `has_threads`, each thread of each process."""
+    lines = [_group_text(group) for group in found.folded] or ["no stacks were taken"]
+    causes = {one.cause: one.rank for one in reversed(found.items) if one.cause}
+    lines += [f"taken because {cause} (rank {rank})" for cause, rank in causes.items()]
+    if has_threads:
+        for one in found.items:
+            for process in one.processes:
+                lines += ["", f"rank {one.rank}, process {process.pid}: {process.command}"]
+                for thread in process.threads:
+                    lines.append(f"  thread {thread.name}".rstrip())
+                    lines += [
+                        f"    {frame.file}:{frame.line} {frame.function}" for frame in thread.frames
+                    ]
+    else:
+        for group in found.folded:
+            if group.stack:
+                lines += ["", f"{_group_text(group)}:", *(f"  {line}" for line in group.stack)]
+    return "\n".join(map(escape_control, lines))
+
+
+def _group_text(group: FoldedStack) -> str:
+    return describe_group(group.ranks, group.count, group.is_child, group.where, bool(group.stack))

@@ -321,6 +321,9 @@ def describe_failure(training: Training) -> str:
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
         text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])
+    if cause is not None and cause.stack:
+        text += f"\nwhere rank {cause.rank} was:"
+        text += "".join(f"\n  {escape_control(line)}" for line in cause.stack)
     return text
 
 

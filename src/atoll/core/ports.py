@@ -69,7 +69,7 @@ def no_way_into(ranks: str) -> tuple[Limit, ...]:
     return tuple(refuse(action, f"it has no way into {ranks}") for action in ACTIONS)
 
 
-ACTIONS = ("exec", "kill")
+ACTIONS = ("exec", "kill", "stacks")
 
 
 def optional_fields(spec: TrainingSpec) -> dict[str, object]:
@@ -278,6 +278,16 @@ class Executor:
     async def kill(self, training: Training, rank: RankStatus, number: int) -> None:
         """Sends a signal to the process of the rank. Raises Conflict if it has ended."""
         raise NotImplementedError
+
+    async def take_stacks(
+        self, training: Training, ranks: Sequence[RankStatus]
+    ) -> list[dict[str, Any]]:
+        """Where these ranks and the processes they started are, as `core/stacks.py` has it."""
+        raise NotImplementedError
+
+    async def kept_stacks(self, training: Training) -> list[dict[str, Any]]:
+        """The stacks that were taken of ranks that did not move or had to be killed."""
+        return []
 
     # Specs
 

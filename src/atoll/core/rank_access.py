@@ -1,16 +1,18 @@
-"""A way into a rank: a command beside it, and signals to it."""
+"""A way into a rank: a command beside it, signals to it, and its stacks."""
 
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from atoll.core.checks import check_bounds
 from atoll.core.errors import Conflict, ValidationError
-from atoll.core.model import Model, SpecModel
+from atoll.core.model import Model, SpecModel, convert
 from atoll.core.spec import RankNumber
+from atoll.core.stacks import fold
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
@@ -95,6 +97,88 @@ class KillResult(Model, frozen=True, omit_defaults=False):
     """Its process on that host."""
 
 
+class Frame(Model, frozen=True):
+    """One call. `code` is its line in the source, where that can be read."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+
+class ThreadStack(Model, frozen=True):
+    """The calls of one thread, the innermost first."""
+
+    name: str = ""
+    frames: list[Frame] = []
+
+
+class ProcessStack(Model, frozen=True):
+    """One process of a rank: the threads, the main one first, or the reason why there are none."""
+
+    pid: int
+    command: str = ""
+    state: str = ""
+    threads: list[ThreadStack] = []
+    reason: str = ""
+
+
+class RankStacks(Model, frozen=True):
+    """The stacks of one rank: of its own process first, then of its children."""
+
+    rank: int
+    """Number of the rank."""
+    attempt: int = 0
+    """Number of the attempt."""
+    at: float = 0.0
+    """When they were taken, in seconds since 1970."""
+    cause: str = ""
+    """Why atoll took them by itself; empty if somebody asked."""
+    processes: list[ProcessStack] = []
+    """The processes of the rank."""
+    reason: str = ""
+    """Why there are none."""
+
+
+class FoldedStack(Model, frozen=True):
+    """Processes of ranks that are at the same place."""
+
+    ranks: str
+    """Which ranks: 0-2, 5."""
+    count: int
+    """Number of processes."""
+    is_child: bool = False
+    """Whether these are processes that the ranks started."""
+    where: str = ""
+    """The place, in one line; why it is unknown, if it is."""
+    stack: list[str] = []
+    """The calls of the main thread, the innermost first."""
+
+
+class StackList(Model, frozen=True, omit_defaults=False):
+    """The stacks of ranks."""
+
+    items: list[RankStacks] = []
+    """The ranks."""
+    folded: list[FoldedStack] = []
+    """The same, with equal stacks in one line: the most frequent first."""
+    message: str = ""
+    """What would show more."""
+
+
+class StackRequest(SpecModel, frozen=True):
+    """Which ranks to take the stacks of."""
+
+    ranks: Annotated[list[RankNumber], Meta(max_length=10_000)] = []
+    """Numbers of ranks; none: all that run."""
+
+
+def stack_list(stacks: Sequence[Mapping[str, Any]], message: str = "") -> StackList:
+    """The stacks as they were taken, and folded."""
+    fields = {"items": stacks, "folded": fold(stacks), "message": message}
+    return convert(fields, StackList)
+
+
 def signal_of(text: str) -> signal.Signals:
     """The signal for `SIGTERM`, `term` or `15`. Raises ValidationError."""
     name = text.strip().upper()
@@ -117,6 +201,16 @@ def running_rank(training: Training, rank: int) -> RankStatus:
         if one.rank == rank and one.is_alive:
             return one
     raise Conflict(f"rank {rank} of {training.name!r} does not run")
+
+
+def running_ranks(training: Training, numbers: Sequence[int]) -> list[RankStatus]:
+    """Those of these numbers, or all without any, that run. Raises as `running_rank` does."""
+    if numbers:
+        return [running_rank(training, number) for number in sorted(set(numbers))]
+    ranks = [rank for rank in training.status.ranks if rank.is_alive]
+    if not ranks:
+        raise Conflict(f"no rank of {training.name!r} runs")
+    return ranks
 
 
 def check_action(executor: Executor, training: Training, action: str) -> None:

@@ -266,6 +266,7 @@ def final_record(rank: RankStatus, *, collateral: bool) -> RankExit:
         collateral=collateral,
         message=ended.message,
         log_tail=ended.log_tail,
+        stack=ended.stack,
     )
 
 
@@ -317,17 +318,21 @@ def with_texts_of(rank: RankStatus, observation: Observation) -> RankStatus:
         is_same = (other.rank, other.attempt) == (rank.rank, rank.attempt)
         if other.exit is not None and is_same:
             ended = with_explanation(other.exit)
-            texts = {"message": ended.message, "log_tail": ended.log_tail}
+            texts = {
+                "message": ended.message,
+                "log_tail": ended.log_tail,
+                "stack": ended.stack,
+            }
             return replace(rank, exit=replace(rank.exit, **texts))
     return rank
 
 
 def _bounded(ended: Exit | None, budget: TextBudget) -> Exit | None:
-    if ended is None or budget.takes(ended.message, *ended.log_tail):
+    if ended is None or budget.takes(ended.message, *ended.log_tail, *ended.stack):
         return ended
     if ended.log_tail and budget.takes(ended.message):
-        return replace(ended, log_tail=[])
-    return replace(ended, message="", log_tail=[])
+        return replace(ended, log_tail=[], stack=[])
+    return replace(ended, message="", log_tail=[], stack=[])
 
 
 def _end_order(rank: RankStatus) -> tuple[float, int]:

@@ -33,6 +33,7 @@ class Exit(Model, frozen=True):
     )
     message: str = ""
     log_tail: list[str] = []
+    stack: list[str] = []  # where a rank was that did not move, or that atoll had to kill
     # The rank was to leave a record of its own, and left none: code and time are the backend's.
     is_from_backend: bool = False
 
@@ -139,6 +140,8 @@ class RankExit(Model, frozen=True):
     """Details for people."""
     log_tail: list[str] = []
     """Last lines of the log."""
+    stack: list[str] = []
+    """Where a rank was that did not move or that atoll had to kill, or why that is unknown."""
 
     @property
     def is_failure(self) -> bool:

@@ -30,7 +30,15 @@ from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import ConditionType, Phase
 from atoll.core.ports import optional_fields
-from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget, KillRequest, KillResult
+from atoll.core.rank_access import (
+    ExecRequest,
+    ExecResult,
+    ExecTarget,
+    KillRequest,
+    KillResult,
+    StackList,
+    StackRequest,
+)
 from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundItem, RoundList, TrainingWithRounds
 from atoll.core.settings import Setting, setting_text
@@ -61,6 +69,7 @@ from atoll.sdk.effects import (
 T = TypeVar("T")
 
 READ_S = 10.0  # one answer of a busy control plane; a lost one is asked for again
+STACKS_S = 120.0  # for the stacks of a thousand ranks, eight at a time
 WATCH_S = 86_400.0  # the longest single watch: threads and the server refuse larger timeouts
 FOREVER_S = 1e12  # what a clock can still add without an overflow
 LAST_READ_S = 2.0  # for the read after a deadline: a wait ends that much late at the most
@@ -406,6 +415,17 @@ def kill(ref: TrainingRef, request: KillRequest) -> Flow[KillResult]:
     """Sent once, as `exec` is."""
     effect = Send("POST", f"{ref.path}/kill", {"uid": ref.uid}, encode(request))
     return decode_answer(check_reply((yield effect)), KillResult)
+
+
+def take_stacks(ref: TrainingRef, ranks: Sequence[int]) -> Flow[StackList]:
+    body = encode(StackRequest(ranks=list(ranks)))
+    effect = Send("POST", f"{ref.path}/stacks", {"uid": ref.uid}, body, timeout=STACKS_S)
+    return decode_answer(check_reply((yield effect)), StackList)
+
+
+def kept_stacks(ref: TrainingRef, rank: int | None) -> Flow[StackList]:
+    effect = Send("GET", f"{ref.path}/stacks", {"rank": rank, "uid": ref.uid})
+    return decode_answer((yield from send(effect)), StackList)
 
 
 def stats(ref: TrainingRef) -> Flow[TrainingStats]:

@@ -34,6 +34,8 @@ from atoll.core.rank_access import (
     ExecTarget,
     KillRequest,
     KillResult,
+    StackList,
+    StackRequest,
 )
 from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundList, TrainingWithRounds
@@ -349,6 +351,25 @@ NATIVE = (
         {200: AnswerDoc("The process.", KillResult), **_REACH_PROBLEMS, **_TOO_LARGE},
         query=trainings.UidQuery,
         body=KillRequest,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/stacks",
+        rank_access.take_stacks,
+        "Take the stacks of ranks that run and of the processes they started; equal ones are "
+        "folded.",
+        {200: AnswerDoc("The stacks.", StackList), **_REACH_PROBLEMS, **_TOO_LARGE},
+        query=trainings.UidQuery,
+        body=StackRequest,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/stacks",
+        rank_access.kept_stacks,
+        "Read the stacks that atoll took by itself: of ranks that stalled, that it had to kill, "
+        "or whose round timed out.",
+        {200: AnswerDoc("The stacks.", StackList), **_REACH_PROBLEMS},
+        query=rank_access.StacksQuery,
     ),
     Operation(
         "GET",

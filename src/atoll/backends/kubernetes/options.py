@@ -54,7 +54,10 @@ SUPPORTS = (
         when=lambda spec, options: spec.bench.placement == "strict",
     ),
     NO_STALL_RESTART,
-    refuse("kill", "use 'atoll exec' or kubectl: it has no right to enter pods"),
+    *(
+        refuse(action, f"it has no right to enter pods: use 'atoll exec NAME -- {command}'")
+        for action, command in (("kill", "kill -s SIGNAL PID"), ("stacks", "py-spy dump -p PID"))
+    ),
     ignore(
         "min_gpu_memory_gb",
         "gpu_count is 0",

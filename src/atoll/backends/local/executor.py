@@ -65,9 +65,16 @@ from atoll.backends.local.capacity import (
 from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import IdleTracker, UseMeter
 from atoll.backends.local.processes import boot_id
-from atoll.backends.local.protocol import DESIRED_FILE, result_file, waiting_message
+from atoll.backends.local.protocol import (
+    DESIRED_FILE,
+    read_stacks,
+    result_file,
+    stacks_file,
+    waiting_message,
+)
 from atoll.backends.local.rank_access import open_process, run_beside
 from atoll.backends.local.rendezvous import find_etcd, read_rendezvous
+from atoll.backends.local.stacks import keep_stacks, kept_stacks, take_stacks
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.reader import read_result
 from atoll.backends.records import desired_of
@@ -89,12 +96,14 @@ from atoll.core.plan import check_again_s
 from atoll.core.ports import Key, StopCause, Store, ignore, refuse
 from atoll.core.rank_access import ExecRequest, ExecResult
 from atoll.core.spec import TrainingSpec
+from atoll.core.stacks import summary_of
 from atoll.core.status import (
     DesiredState,
     Followup,
     MeshStatus,
     Observation,
     ObservedBench,
+    ObservedRank,
     RankStatus,
     Training,
     sooner,
@@ -248,6 +257,7 @@ class LocalBackend(FolderLogs):
         self._meter = UseMeter()
         self._idle = IdleTracker()
         self._reserve = Reserve(root.parent)
+        self._stacks_turn = asyncio.Lock()
         self._quarantined: list[str] = []  # what is of no known training: a sentence for each
 
     @classmethod
@@ -430,10 +440,12 @@ class LocalBackend(FolderLogs):
         return replace(
             observation,
             ranks=[
-                replace(rank, idle_s=silent[rank.rank]) if rank.rank in silent else rank
+                _with_idle(training, rank, silent[rank.rank], supervisor.directory)
+                if rank.rank in silent
+                else rank
                 for rank in supervisor.memory.observe(training, facts, self._host)
             ],
-            followups=_stalled(training, facts, silent),
+            followups=_stalled(training, supervisor.directory, facts, silent),
             again_in_s=sooner(again_in_s, _next_idle_check_s(training)),
             desired=desired_of(facts),
             message=supervisor.shortage or str(error or message),
@@ -458,13 +470,30 @@ class LocalBackend(FolderLogs):
         return self._idle.idle_s(training.uid, supervisor.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
-        """Ends the attempt of a rank that does not move; its supervisor starts the next."""
-        assert isinstance(followup, EndStalled)
-        one = self._supervisor(training).facts.attempt(followup.rank, followup.attempt)
+        """Takes the stacks of a rank that does not move. If it is to be restarted, ends its
+        attempt: its supervisor starts the next."""
+        assert isinstance(followup, Stalled)
+        supervisor = self._supervisor(training)
+        one = supervisor.facts.attempt(followup.rank, followup.attempt)
         if one is None or not one.is_running:
             return
-        if processes.start_ticks(one.pid) == one.start_ticks:
+        if read_stacks(supervisor.directory, one.rank, one.attempt) is None:
+            cause = f"it did not move for {followup.idle_s:.0f} s"
+            await asyncio.to_thread(keep_stacks, supervisor.directory, [one], cause)
+            self._changed.put_nowait(training.key)  # the status shows where it is
+        if followup.is_ended and processes.start_ticks(one.pid) == one.start_ticks:
             processes.kill_group(one.pid, signal.SIGKILL)
+
+    async def take_stacks(
+        self, training: Training, ranks: Sequence[RankStatus]
+    ) -> list[dict[str, Any]]:
+        facts, numbers = self._supervisor(training).facts, {rank.rank for rank in ranks}
+        running = [one for one in facts.running() if one.rank in numbers]
+        async with self._stacks_turn:  # processes that were forked share the file of their dumps
+            return await asyncio.to_thread(take_stacks, running)
+
+    async def kept_stacks(self, training: Training) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(kept_stacks, self._root / training.uid)
 
     async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
         one = self._current(training, rank)
@@ -670,25 +699,40 @@ class LocalBackend(FolderLogs):
         return None if training.spec.bench.mode == "off" else self._bench.observe(training.uid)
 
 
-class EndStalled(Followup, frozen=True):
-    """A rank that does not move has to end, so that its supervisor starts it again."""
+class Stalled(Followup, frozen=True):
+    """The stacks of a rank that does not move are to be taken. With `is_ended` it has to end then,
+    so that its supervisor starts it again."""
 
     rank: int
     attempt: int
+    idle_s: float
+    is_ended: bool
 
 
 def _stalled(
-    training: Training, facts: Facts, idle_s: Mapping[int, float]
-) -> tuple[EndStalled, ...]:
-    spec = training.spec
-    if not spec.stall_restart or spec.stall_s is None:
-        return ()
-    currents = [(facts.current(rank), seconds) for rank, seconds in idle_s.items()]
-    return tuple(
-        EndStalled(rank=one.rank, attempt=one.attempt)
-        for one, seconds in currents
-        if one is not None and seconds >= spec.stall_s
-    )
+    training: Training, directory: Path, facts: Facts, idle_s: Mapping[int, float]
+) -> tuple[Stalled, ...]:
+    spec, found = training.spec, []
+    for rank, seconds in idle_s.items():
+        one = facts.current(rank)
+        if one is None or spec.stall_s is None or seconds < spec.stall_s:
+            continue
+        if spec.stall_restart or not os.path.exists(stacks_file(directory, rank, one.attempt)):
+            found.append(
+                Stalled(rank=rank, attempt=one.attempt, idle_s=seconds, is_ended=spec.stall_restart)
+            )
+    return tuple(found)
+
+
+def _with_idle(
+    training: Training, rank: ObservedRank, idle_s: float, directory: Path
+) -> ObservedRank:
+    """The rank with how long it has not moved, and where it is if that is too long."""
+    limit_s, message = training.spec.stall_s, rank.message
+    if limit_s is not None and idle_s >= limit_s:
+        stacks = read_stacks(directory, rank.rank, rank.attempt)
+        message = message if stacks is None else summary_of(stacks)[0]
+    return replace(rank, idle_s=idle_s, message=message)
 
 
 def _next_idle_check_s(training: Training) -> float | None:

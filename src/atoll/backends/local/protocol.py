@@ -22,6 +22,7 @@ from atoll.files.writing import clear_way, write_file
 DESIRED_FILE = "desired.json"
 WATCHDOG_FILE = "watchdog"  # names the process of the watchdog
 SOCKET = "control"
+STACKS = "stacks"  # a folder that is kept as long as the logs
 RESTORE = signal.SIGHUP  # asks a supervisor that cannot be reached to write its files again
 BACKLOG = 16  # control planes that connect at once: there is one, and whoever replaces it
 # Bytes on the socket. From a client:
@@ -117,6 +118,20 @@ def read_ends(directory: Path) -> dict[str, float]:
 def result_file(directory: Path, rank: int, attempt: int) -> str:
     """Return the file in which `atoll.set_result` writes."""
     return str(directory / "results" / name_of(rank, attempt, RESULT))
+
+
+def stacks_file(directory: Path, rank: int, attempt: int) -> str:
+    """Where the stacks are that were last taken of an attempt by atoll itself."""
+    return str(directory / STACKS / f"{rank}.{attempt}.json")
+
+
+def read_stacks(directory: Path, rank: int, attempt: int) -> dict[str, Any] | None:
+    try:
+        with open(stacks_file(directory, rank, attempt), encoding="utf-8") as file:
+            stacks: dict[str, Any] = json.load(file)
+        return stacks
+    except (OSError, ValueError):
+        return None
 
 
 def error_file(directory: Path, rank: int, attempt: int) -> str:

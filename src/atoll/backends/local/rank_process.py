@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from atoll.agent.process import ERROR_VARIABLE, RESULT_VARIABLE, exit_fields, result_fields
 from atoll.agent.records import AttemptFacts, Due, exit_record
+from atoll.agent.stacks import CONTROL_VARIABLE, with_hook
 from atoll.backends.local import processes
 from atoll.backends.local.journal import Record
-from atoll.backends.local.protocol import error_file, result_file
+from atoll.backends.local.protocol import SOCKET, error_file, result_file
 from atoll.core.phase import ExitReason
 from atoll.logs.segments import LogWriter
 
@@ -42,6 +43,9 @@ class Process:
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
         self.is_frozen = False
+        # Monotonic; it is killed by then, or as soon as its stacks are taken. None: not yet asked.
+        self.stacks_until: float | None = None
+        self.no_stacks = ""  # why none were taken before it was killed
 
 
 def become_rank(
@@ -90,7 +94,7 @@ def environment_of(directory: Path, launch: dict[str, Any], due: Due) -> dict[st
     """What an attempt of a rank finds."""
     devices = launch.get("devices", {}).get(str(due.rank))
     local_ranks = launch["local_ranks"]
-    return {
+    env = {
         **launch["defaults"],
         **launch["env"],
         **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}),
@@ -101,7 +105,9 @@ def environment_of(directory: Path, launch: dict[str, Any], due: Due) -> dict[st
         "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
         ERROR_VARIABLE: error_file(directory, due.rank, due.attempt),
         RESULT_VARIABLE: result_file(directory, due.rank, due.attempt),
+        CONTROL_VARIABLE: str(directory / SOCKET),
     }
+    return {**env, **with_hook(env)}
 
 
 def lost_record(directory: Path, attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:
@@ -109,6 +115,7 @@ def lost_record(directory: Path, attempt: AttemptFacts, ended: dict[int, int], a
     if record["code"] in (None, 128 + signal.SIGKILL):
         record["reason"] = ExitReason.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
+        record["stack"] = ["no stacks: its supervisor, which takes them, was killed"]
     return record
 
 

@@ -29,6 +29,7 @@ from atoll.agent.records import (
     is_unwanted,
     start_record,
 )
+from atoll.agent.stacks import TAKE_STACKS
 from atoll.backends.local import processes
 from atoll.backends.local.journal import JOURNAL_STAMP_S, JournalWriter, Record
 from atoll.backends.local.protocol import (
@@ -48,6 +49,7 @@ from atoll.backends.local.protocol import (
     error_file,
     read_desired,
     read_ends,
+    read_stacks,
     waiting_message,
     write_desired,
 )
@@ -59,6 +61,7 @@ from atoll.backends.local.rank_process import (
     lost_record,
 )
 from atoll.backends.local.rendezvous import Rendezvous
+from atoll.backends.local.stacks import keep_in_child
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
@@ -70,6 +73,7 @@ from atoll.backends.local.watchdog import (
 )
 from atoll.core.clock import Retry
 from atoll.core.phase import ExitReason
+from atoll.core.stacks import summary_of
 from atoll.core.text import split_lines
 from atoll.logs.segments import last_lines
 
@@ -79,6 +83,12 @@ SEARCHED_LINES = 1000  # for the failure: tracebacks of eight processes and torc
 SWEEP_EVERY_S = 0.05  # a listing of /proc each, and what an ended rank left delays its next attempt
 KILL_AGAIN_S = 1.0  # a process that waits for a disk does not end at the first SIGKILL
 RANKS_A_MESSAGE = 1000  # some 6 kB: the kernel takes so little as a whole or not at all
+# How much longer than its grace a rank may live so that its stacks are taken: py-spy needs a second
+# on a quiet machine, Python's own dump 50 ms.
+STACKS_S = 3.0
+GRACE_CAUSE = "it did not end within its grace period"
+FROZEN_CAUSE = "it was stopped by a signal"
+ROUND_CAUSE = "an outer round timed out"
 SLICE_S = 0.05  # how long ranks are forked before clients and exits are served again
 
 
@@ -111,6 +121,9 @@ class Supervisor:
         self._heartbeat_at = 0.0  # monotonic
         self._stamp_at = time.monotonic() + JOURNAL_STAMP_S  # the next sign of life in the journal
         self._rendezvous: Rendezvous | None = None
+        self._wanted_stacks: dict[str, list[Process]] = {}  # by why they are wanted
+        self._takers: dict[int, tuple[list[Process], list[int]]] = {}  # children that take some
+        self._asking: list[int] = []  # clients that wait for stacks
         self._prepare(is_heir)
 
     def _prepare(self, is_heir: bool) -> None:
@@ -192,22 +205,56 @@ class Supervisor:
             later += [] if left is None else [left]
         self._stop_unwanted(now)
         for process in list(self._by_pid.values()):
-            if process.kill_at is not None:
-                if now >= process.kill_at:
-                    processes.kill_leader(process.attempt.pid, signal.SIGKILL)
-                    process.kill_at = now + KILL_AGAIN_S
-                later.append(process.kill_at - now)
             if process.frozen_since is not None and not process.is_frozen:
                 left = process.frozen_since + FROZEN_AFTER_S - now
                 if left <= 0:
                     process.is_frozen = True
-                    processes.kill_leader(process.attempt.pid, signal.SIGKILL)
+                    process.kill_at = now
                 else:
                     later.append(left)
+            if process.kill_at is not None:
+                if now >= process.kill_at:
+                    self._kill(process, now)
+                later.append(process.kill_at - now)
+        self._take_stacks()
         if self._swept:
             self._sweep()
             later += [SWEEP_EVERY_S] if self._swept else []
         return later
+
+    def _kill(self, process: Process, now: float) -> None:
+        """Kills a rank once its stacks are taken, or were not in time."""
+        if process.stacks_until is None:
+            process.stacks_until = process.kill_at = now + STACKS_S
+            why = FROZEN_CAUSE if process.is_frozen else GRACE_CAUSE
+            self._wanted_stacks.setdefault(why, []).append(process)
+            return
+        process.no_stacks = process.no_stacks or f"they were not taken within {STACKS_S:g} s"
+        processes.kill_leader(process.attempt.pid, signal.SIGKILL)
+        process.kill_at = now + KILL_AGAIN_S
+
+    def _take_stacks(self) -> None:
+        """Has a child take the stacks that are wanted; what waited for the last one is killed."""
+        for pid in [pid for pid in self._takers if not processes.stat_fields(pid)]:
+            batch, clients = self._takers.pop(pid)
+            for process in batch:
+                if process.kill_at == process.stacks_until:
+                    process.kill_at = time.monotonic()
+            self._send(TAKE_STACKS, [self._clients[fd] for fd in clients if fd in self._clients])
+        for why, batch in self._wanted_stacks.items():
+            attempts = [process.attempt for process in batch]
+            try:
+                pid = keep_in_child(
+                    self._directory, attempts, why, can_continue=why is FROZEN_CAUSE
+                )
+            except OSError as error:
+                for process in batch:
+                    process.no_stacks = f"no process could be started: {error.strerror}"
+                    process.kill_at = time.monotonic()
+                continue
+            self._takers[pid] = batch, self._asking
+            self._asking = []
+        self._wanted_stacks = {}
 
     def _start_due(self) -> list[float]:
         now = self._journal.now()
@@ -240,6 +287,8 @@ class Supervisor:
             process.is_stopping = True
             process.stop_requested_at = time.time()
             process.kill_at = now + self._launch["stop_grace_s"]
+            if self._launch["stop_grace_s"] == 0:
+                process.stacks_until, process.no_stacks = now, "it had no grace period"
             processes.kill_leader(attempt.pid, signal.SIGTERM)
             processes.kill_leader(attempt.pid, signal.SIGCONT)
 
@@ -395,12 +444,22 @@ class Supervisor:
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
             record["reason"] = ExitReason.OOM_KILLED
         self._oom_kills = processes.oom_kills()
+        if stack := self._stack_of(process):
+            record["stack"] = stack
         if record["code"] != 0 and not is_stopped:
             log = self._directory / "logs" / str(attempt.rank)
             tail = failure_tail(last_lines(log, SEARCHED_LINES, SEARCHED_BYTES))[-TAIL_LINES:]
             record["tail"] = split_lines("\n".join(tail)[-TAIL_CHARS:])
             record.update(text)
         return record
+
+    def _stack_of(self, process: Process) -> list[str]:
+        """Where a rank was that did not move, or that had to be killed; empty for all others."""
+        stacks = read_stacks(self._directory, process.attempt.rank, process.attempt.attempt)
+        if stacks is not None:
+            return summary_of(stacks)
+        is_killed = process.stacks_until is not None and process.no_stacks
+        return [f"no stacks: {process.no_stacks}"] if is_killed else []
 
     def _read_exec_errors(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -541,7 +600,10 @@ class Supervisor:
                 self._send(LOGS_GREW + b"\n", [self._clients[fd]])
             elif byte == LEAVE_LOGS:
                 self._followers.pop(fd, None)
-        if data.strip(FOLLOW_LOGS + LEAVE_LOGS):
+            elif byte == TAKE_STACKS:
+                self._asking.append(fd)
+                self._wanted_stacks.setdefault(ROUND_CAUSE, []).extend(self._by_pid.values())
+        if data.strip(FOLLOW_LOGS + LEAVE_LOGS + TAKE_STACKS):
             self._restore()
 
     def _notify_clients(self) -> None:

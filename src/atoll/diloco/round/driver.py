@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from atoll.agent.stacks import request_all
 from atoll.core.errors import BackendError, NotFound
 from atoll.diloco.data.ledger import Ledger, Terms
 from atoll.diloco.pool import each
@@ -202,6 +203,8 @@ class RoundDriver:
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, fx.StoreError) else None
             problem = cause or error
+            if isinstance(problem, fx.BelowMinimum | fx.Stuck):
+                request_all()  # where the ranks are that did not come
             self._end_call(Word(error=portable(problem)), problem)
             if cause is not None:
                 raise cause from None

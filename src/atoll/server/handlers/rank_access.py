@@ -1,4 +1,4 @@
-"""A way into a rank over HTTP: a command beside it, and signals to it."""
+"""A way into a rank over HTTP: a command beside it, signals to it, and its stacks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from atoll.core.rank_access import (
     ExecRequest,
     KillRequest,
     KillResult,
+    StackRequest,
     check_action,
     running_rank,
+    running_ranks,
     signal_of,
+    stack_list,
 )
 from atoll.core.spec import RankNumber
 from atoll.core.status import RankStatus, Training
@@ -40,6 +43,27 @@ async def kill(call: ApiCall) -> Answer:
     await executor.kill(training, rank, number)
     result = KillResult(rank=rank.rank, signal=number.name, host=rank.node, pid=rank.pid)
     return json_answer(result)
+
+
+class StacksQuery(UidQuery, frozen=True):
+    rank: list[RankNumber] = []
+
+
+async def take_stacks(call: ApiCall) -> Answer:
+    request: StackRequest = call.body
+    training = await training_of(call)
+    executor = executor_of(training, call.plane)
+    check_action(executor, training, "stacks")
+    stacks = await executor.take_stacks(training, running_ranks(training, request.ranks))
+    return json_answer(stack_list(stacks))
+
+
+async def kept_stacks(call: ApiCall) -> Answer:
+    training = await training_of(call)
+    executor = executor_of(training, call.plane)
+    check_action(executor, training, "stacks")
+    stacks, ranks = await executor.kept_stacks(training), call.query.rank
+    return json_answer(stack_list([one for one in stacks if not ranks or one["rank"] in ranks]))
 
 
 async def _target(call: ApiCall, action: str, number: int) -> tuple[Training, RankStatus, Executor]:

@@ -412,7 +412,7 @@ def cause_card(training: Training) -> CauseCard | None:
         neighbours=describe_ranks(neighbours) if neighbours else "",
         before=_before(status, cause),
         at=cause.ended_at,
-        tail=[escape_control(line) for line in cause.log_tail],
+        tail=[escape_control(line) for line in (*cause.log_tail, *cause.stack)],
     )
 
 

@@ -1,0 +1,104 @@
+"""Stacks of ranks: where each of their processes is, and equal ones folded into one line. Pure.
+
+They are plain values, as JSON has them: the supervisor of ranks, which has only the standard
+library, reads them, too. `core/rank_access.py` has their types.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from atoll.core.text import spans
+
+# Frames below these folders are of libraries: a line of the user's own says more.
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LIBRARY_MARKS = ("/site-packages/", "/dist-packages/", "/lib/python", OWN_FOLDER + "/")
+# In the record of an exit, of which a journal takes 4 KiB.
+MAX_SUMMARY_LINES, MAX_SUMMARY_CHARS, SUMMARY_FRAMES = 12, 1000, 6
+
+Json = Mapping[str, Any]
+
+
+def frame_text(frame: Json) -> str:
+    code = f": {frame['code']}" if frame.get("code") else ""
+    return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['function']}{code}"
+
+
+def place_of(frames: Sequence[Json]) -> str:
+    """Where a thread is: the function it is in, and the innermost line that is no library's."""
+    if not frames:
+        return "no Python code"
+    own = next((frame for frame in frames if not _is_library(frame["file"])), frames[0])
+    if own is frames[0]:
+        return frame_text(own)
+    return f"{frames[0]['function']} ({os.path.basename(frames[0]['file'])}), {frame_text(own)}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or any(mark in file for mark in LIBRARY_MARKS)
+
+
+def main_frames(process: Json) -> Sequence[Json]:
+    """The calls of its main thread, the innermost first."""
+    threads = process.get("threads")
+    return threads[0]["frames"] if threads else ()
+
+
+def process_place(process: Json) -> str:
+    return place_of(main_frames(process)) if process.get("threads") else str(process["reason"])
+
+
+def fold(ranks: Iterable[Json]) -> list[dict[str, Any]]:
+    """Equal stacks in one line: those of ranks, then those of the processes they started."""
+    groups: dict[tuple[bool, str, tuple[str, ...]], list[int]] = {}
+    for one in ranks:
+        if not one.get("processes"):
+            why = one.get("reason") or "it has no process"
+            groups.setdefault((False, why, ()), []).append(one["rank"])
+        for number, process in enumerate(one.get("processes", ())):
+            stack = tuple(map(frame_text, main_frames(process)))
+            key = (number > 0, process_place(process), stack)
+            groups.setdefault(key, []).append(one["rank"])
+    folded = [
+        {
+            "ranks": spans(sorted(set(members))),
+            "count": len(members),
+            "isChild": is_child,
+            "where": where,
+            "stack": list(stack),
+        }
+        for (is_child, where, stack), members in groups.items()
+    ]
+    return sorted(folded, key=lambda group: (group["isChild"], -group["count"], group["ranks"]))
+
+
+def describe_group(ranks: str, count: int, is_child: bool, where: str, has_stack: bool) -> str:
+    """`5 ranks (0-2, 4, 5) in …`, `rank 3 in …`, `a child of rank 3 in …`."""
+    is_one = "," not in ranks and "-" not in ranks
+    if is_child:
+        whose = f"rank {ranks}" if is_one else f"ranks {ranks}"
+        who = f"{'a child' if count == 1 else f'{count} children'} of {whose}"
+    else:
+        who = f"rank {ranks}" if is_one else f"{count} ranks ({ranks})"
+    return f"{who} in {where}" if has_stack else f"{who}: {where}"
+
+
+def summary_of(stacks: Json) -> list[str]:
+    """The stacks of a rank for the record of its exit: where each process was, and the calls of the
+    first."""
+    if not stacks.get("processes"):
+        return [f"no stacks: {stacks.get('reason') or 'it has no process'}"]
+    lines = []
+    for number, process in enumerate(stacks["processes"]):
+        where = process_place(process)
+        where = where if process.get("threads") else f"no stack: {where}"
+        lines.append(where if number == 0 else f"its child {process['pid']}: {where}")
+    first = main_frames(stacks["processes"][0])[:SUMMARY_FRAMES]
+    lines += [f"  {frame_text(frame)}" for frame in first]
+    kept: list[str] = []
+    for line in lines[:MAX_SUMMARY_LINES]:
+        if sum(map(len, kept)) + len(line) <= MAX_SUMMARY_CHARS:
+            kept.append(line)
+    return kept
