@@ -1,7 +1,7 @@
 """An Accelerate loop as DiLoCo: the two lines are `with DiLoCo(...)` and the end of the loop.
 
     python examples/diloco_accelerate.py                                          # alone
-    atoll run -n 2 --rendezvous none -- python examples/diloco_accelerate.py      # two replicas
+    atoll run --replicas 2 -- python examples/diloco_accelerate.py      # two replicas
 
 Without `--rendezvous none` Accelerate would join all replicas by DDP; DiLoCo refuses that.
 """

@@ -110,3 +110,26 @@ def test_in_a_pod_kubectl_enters_with_the_rights_of_the_caller(tmp_path: Path) -
         assert _kubectl(target, ("ls", "-l"), has_stdin=True, has_tty=True) == 3
     words = ["exec", "-i", "-t", "-n", "ns", "pod-0", "-c", "rank", "--", "ls", "-l"]
     assert shown.read_text().split() == words
+
+
+def test_one_plain_rank_is_no_world_unless_it_is_asked_for(atoll: Any) -> None:
+    shown = 'echo "${RANK-none} ${WORLD_SIZE-none} ${MASTER_PORT:+port} $REPLICA_RANK"'
+    for words, printed in (
+        ((), "none none  0"),
+        (("--rendezvous", "c10d"), "0 1 port 0"),
+        (("-n", "1", "--max", "2"), "0 1 port 0"),
+        (("--replicas", "1"), "none none  0"),
+    ):
+        done = atoll("run", *words, "--", "sh", "-c", shown)
+        assert done.stdout == f"[0] {printed}\n", (words, done.stderr)
+    two = atoll("run", "--replicas", "2", "--", "sh", "-c", shown)
+    assert sorted(two.stdout.splitlines()) == ["[0] none none  0", "[1] none none  1"]
+    refused = atoll("run", "--replicas", "2", "-n", "2", "true")
+    assert (refused.returncode, "--replicas: not with" in refused.stderr) == (2, True)
+
+
+def test_a_traceback_is_printed_once(atoll: Any) -> None:
+    (atoll.cwd / "bad.py").write_text("def f():\n    raise ValueError('oh')\nf()\n")
+    done = atoll("run", "bad.py")
+    assert (done.stdout + done.stderr).count("Traceback") == 1
+    assert done.stderr.strip().endswith("rank 0: ValueError: oh") or "oh" in done.stderr

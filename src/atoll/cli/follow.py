@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from math import inf
 from queue import Empty, SimpleQueue
@@ -33,6 +34,7 @@ from atoll.cli.terminal import (
     paint,
     wants_colour,
 )
+from atoll.core.describe import TAIL_LINES
 from atoll.core.errors import AtollError
 from atoll.core.executors import executor_problem
 from atoll.core.phase import Phase, PhaseReason
@@ -273,6 +275,7 @@ class TextReport:
         self._is_live = can_redraw(sys.stderr)
         self._training: Training | None = None
         self._last_text = ""
+        self._printed: deque[tuple[int, str]] = deque(maxlen=TAIL_LINES)
 
     def state(self, training: Training) -> None:
         self._training = training
@@ -287,6 +290,7 @@ class TextReport:
     def line(self, line: LogLine) -> None:
         self._last_line.hide()
         self._printer.print(line)
+        self._printed.append((line.rank, line.text))
 
     def note(self, text: str) -> None:
         self._last_line.hide()
@@ -304,8 +308,17 @@ class TextReport:
         self.close()
         ran = training.status.ran_for(time.time())
         took = f" ({format_duration(ran)})" if ran is not None and code == 0 else ""
-        first, *details = end_report(training).split("\n")
+        has_tail = not self._is_tail_above(training)
+        first, *details = end_report(training, has_tail=has_tail).split("\n")
         print("\n".join([f"atoll: {first}{took}", *details]), file=sys.stderr, flush=True)
+
+    def _is_tail_above(self, training: Training) -> bool:
+        """Whether the last lines of the rank that failed are what was just printed."""
+        cause = training.status.root_cause
+        if cause is None or not cause.log_tail:
+            return False
+        tail = [(cause.rank, text) for text in cause.log_tail[-TAIL_LINES:]]
+        return [*self._printed][-len(tail) :] == tail
 
     def close(self) -> None:
         self._last_line.hide()

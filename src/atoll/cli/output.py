@@ -462,7 +462,7 @@ def participation_lines(training: Training) -> list[str]:
     return [f"rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
 
 
-def end_report(training: Training) -> str:
+def end_report(training: Training, *, has_tail: bool = True) -> str:
     """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
     lines = [describe_end(training)]
@@ -471,7 +471,9 @@ def end_report(training: Training) -> str:
     if training.status.phase is not Phase.FAILED or cause is None:
         return "\n".join(lines)
     lines += [f"  {line}" for line in describe_others(training.status)]
-    if cause.log_tail:
+    if not has_tail:
+        pass
+    elif cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
         lines += [f"  | {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:]]
     else:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from atoll.core.spec import Code
     from atoll.core.status import Training
 
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 RUN_ID_VARIABLE = "ATOLL_RUN_ID"
 
 
@@ -123,7 +124,7 @@ SPEC_OPTIONS: dict[str, tuple[SpecOption, ...]] = {
             "rendezvous_backend",
             str,
             "Backend by which ranks find each other: c10d, static, etcd-v2; none: they do not.",
-            "c10d",
+            "c10d; none for one rank without torchrun",
         ),
         SpecOption(
             ("--uri",),
@@ -236,6 +237,11 @@ def run_parameters() -> list[click.Parameter]:
     parameters += _headed(
         "World",
         _world_option(["--ranks", "-n"], "target", "Number of ranks to start.", "1"),
+        HeadedOption(
+            ["--replicas"],
+            type=IntField("world_size.target"),
+            help="Number of DiLoCo replicas to start: as --ranks, with --rendezvous none.",
+        ),
         _world_option(["--min"], "min", "Smallest number of ranks to run with.", "same as --ranks"),
         _world_option(["--max"], "max", "Largest number of ranks to scale to.", "same as --ranks"),
         HeadedOption(
@@ -378,6 +384,7 @@ def read_launch(
     command: tuple[str, ...],
     *,
     target: int | None,
+    replicas: int | None,
     min: int | None,
     max: int | None,
     name: str | None,
@@ -404,6 +411,10 @@ def read_launch(
     uri = options.get("rendezvous_uri", "")
     if uri and not urlsplit(uri).scheme and is_local_executor(options.get("executor")):
         options["rendezvous_uri"] = os.path.abspath(uri)
+    if replicas is not None:
+        if target is not None or options.get("rendezvous_backend", "none") != "none":
+            raise click.UsageError("--replicas: not with --ranks or --rendezvous")
+        target, options["rendezvous_backend"] = replicas, "none"
     if any(count is not None for count in (target, min, max)):
         options["world_size"] = _world_size(1 if target is None else target, min, max)
     if has_no_code:
@@ -413,8 +424,21 @@ def read_launch(
     if note := misplaced(command, sys.argv):
         click.echo(f"atoll: {note}", err=True)
     options = with_defaults(options)
+    if is_one_process(options):
+        options["rendezvous_backend"] = "none"
     options["command"] = program(options["command"], options, is_module=is_module)
     return Launch(generate_name(options["command"]) if name is None else name, options)
+
+
+def is_one_process(options: Mapping[str, Any]) -> bool:
+    """Whether it is one rank for good that meets nobody: with RANK in its environment, scripts such
+    as nanoGPT's would set up DDP."""
+    world = options.get("world_size", 1)
+    if (world if isinstance(world, int) else getattr(world, "max", None)) != 1:
+        return False
+    has_torchrun = any(word in part for part in options["command"] for word in TORCHRUN)
+    is_asked = options.get("rendezvous_backend") is not None or options.get("mesh")
+    return not has_torchrun and not is_asked
 
 
 def _follow(launch: Launch, timeout: float | None, *, is_removed: bool, is_json: bool) -> None:
@@ -623,7 +647,17 @@ def _check(argument: str, path: Path) -> None:
 
 
 # Options of `run` that are easily typed in the wrong place, and that few scripts have.
-_OURS = {"-n", "--ranks", "--min", "--max", "--gpus", "--max-restarts", "--rendezvous", "--uri"}
+_OURS = {
+    "-n",
+    "--ranks",
+    "--replicas",
+    "--min",
+    "--max",
+    "--gpus",
+    "--max-restarts",
+    "--rendezvous",
+    "--uri",
+}
 _OURS |= {"--run-id", "--executor", "--dry-run", "--env-file"}
 
 

@@ -303,7 +303,7 @@ def _who(ranks: Sequence[int], status: Status) -> str:
     return "both ranks" if len(ranks) == 2 else f"all {len(ranks)} ranks"
 
 
-def describe_failure(training: Training) -> str:
+def describe_failure(training: Training, *, has_tail: bool = True) -> str:
     """Why a training failed: the cause first, then each failed rank, then its last lines."""
     status, cause = training.status, training.status.root_cause
     bad = [ended for ended in status.rank_exits if ended.is_failure]
@@ -318,7 +318,7 @@ def describe_failure(training: Training) -> str:
     if len(ranks_with_same_failure(status)) > 1:
         reasons.insert(0, describe_cause(status))
     text = f"training {training.display_name!r} {status.phase.value}: {'; '.join(reasons)}"
-    if cause is not None and cause.log_tail:
+    if cause is not None and cause.log_tail and has_tail:
         text += f"\nlast lines of rank {cause.rank}:"
         text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])
     if cause is not None and cause.stack:

@@ -7,6 +7,7 @@ AtollError
 ├── Conflict
 ├── Gone(oldest)                                 the log of changes begins after that version
 ├── Denied                                       no token, or one that may not do this
+├── RankError                                    an exception of a rank, of a type unknown here
 ├── ResultError                                  a result that cannot be had; also a ValueError
 ├── DistributedError
 │   ├── BelowMinimumWorld(ready, required_min, timeout, rank_exits)
@@ -91,6 +92,10 @@ class Gone(AtollError):
 
 class Denied(AtollError):
     """No token was given, or it may not do this."""
+
+
+class RankError(AtollError):
+    """An exception that a rank raised, of a type that this process does not have."""
 
 
 class ResultError(AtollError, ValueError):

@@ -194,7 +194,9 @@ def short_traceback(error: BaseException) -> list[str]:
     import traceback  # slow to import, and only needed when something failed
 
     hint = getattr(error, "hint", None)
-    lines = [*f"{type(error).__name__}: {error}".split("\n"), *getattr(error, "__notes__", ())]
+    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
+    lines = [*f"{type(error).__name__}: {error}".split("\n")]
+    lines += [line for note in notes for line in note.split("\n")]
     if hint:
         lines.append(str(hint))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]

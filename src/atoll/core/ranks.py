@@ -6,12 +6,15 @@ the one rank that made a training fail.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from atoll.core.describe import describe_exit
+from atoll.core.errors import RankError
 from atoll.core.model import Model
 from atoll.core.phase import ExitReason, PhaseReason
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -28,6 +31,7 @@ from atoll.core.status import (
     Training,
     in_ms,
 )
+from atoll.core.text import escape_control
 
 # A running rank that no observation shows is given up after this: longer than an observation may
 # be late (`plan.STALE_S`), short enough that a lost host is noticed within 5 s.
@@ -359,6 +363,30 @@ def exception_in(lines: Sequence[str]) -> str:
             break
         return after[end].rstrip()[:MAX_EXCEPTION_CHARS]
     return _signal_in(lines)
+
+
+def exception_of(training: Training) -> Exception | None:
+    """The exception with which the rank that failed first ended, with its traceback as a note.
+
+    It has its own type if that is one of Python's, else it is a RankError. None if the last lines
+    of the rank hold no traceback.
+    """
+    cause = training.status.root_cause
+    tail = [] if cause is None else cause.log_tail
+    starts = [at for at, line in enumerate(tail) if line.startswith("Traceback (most recent call")]
+    text = exception_in(tail) if starts else ""
+    if cause is None or not text:
+        return None
+    error: Exception = RankError(text)
+    name, _, message = text.partition(": ")
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # it takes other arguments than a message
+            own = kind(message) if message else kind()
+            error = own if str(own) == message else error
+    trace = "\n".join(map(escape_control, tail[starts[0] :]))
+    error.add_note(f"in rank {cause.rank} of {training.name}:\n{trace}")
+    return error
 
 
 def _prefix_of(line: str) -> str:

@@ -39,7 +39,7 @@ from atoll.core.rank_access import (
     StackList,
     StackRequest,
 )
-from atoll.core.ranks import AttemptList
+from atoll.core.ranks import AttemptList, exception_of
 from atoll.core.rounds import RoundItem, RoundList, TrainingWithRounds
 from atoll.core.settings import Setting, setting_text
 from atoll.core.spec import TrainingSpec, check_spec_size
@@ -582,13 +582,15 @@ def _raise_if_failed(training: Training, required: int, timeout: float | None) -
     status = training.status
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
+    # The traceback is shown once: with the exception that is the cause.
+    own = exception_of(training) if status.phase is Phase.FAILED else None
     raise BelowMinimumWorld(
-        describe_failure(training),
+        describe_failure(training, has_tail=own is None),
         ready=status.world.ready,
         required_min=required,
         timeout=timeout,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],
-    )
+    ) from own
 
 
 wait_until_min_world = partial(wait, until=_has_min, needed=_min)

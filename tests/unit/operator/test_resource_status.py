@@ -136,6 +136,7 @@ def scattered_exit(dice: random.Random) -> Exit | None:
         failed_at=dice.choice([None, dice.random() * 2e9]),
         message=dice.choice(["", "out of memory", "a b*2"]),
         log_tail=dice.choice([[], ["x"], ["", "-"]]),
+        stack=dice.choice([[], ["train.py:3 in f"]]),
         is_from_backend=dice.random() < 0.3,
     )
 

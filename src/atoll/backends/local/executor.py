@@ -493,7 +493,7 @@ class LocalBackend(FolderLogs):
             return await asyncio.to_thread(take_stacks, running)
 
     async def kept_stacks(self, training: Training) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(kept_stacks, self._root / training.uid)
+        return await asyncio.to_thread(kept_stacks, self.root / training.uid)
 
     async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
         one = self._current(training, rank)
