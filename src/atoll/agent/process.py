@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MARK = "atollExit"  # a JSON object with this key is a record
 RECORD_VARIABLE = "ATOLL_EXIT_RECORD"
+CONTROL_VARIABLE = "ATOLL_CONTROL"  # the socket of the supervisor, for ranks of its machine
+TAKE_STACKS = b"d"  # on that socket: a request for stacks of all ranks, and the answer to it
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 RESULT_VARIABLE = "ATOLL_RESULT"  # names the file for the result of the program
 TAIL_LINES = 40  # of the log in a record: two screens
@@ -513,6 +515,19 @@ def write_error_file(message: str, **extra: str) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(file, "w", errors="surrogateescape") as out:
             json.dump({"message": error}, out)
+
+
+def left_file(control: str, rank: str, attempt: str) -> str:
+    """Beside the socket of the supervisor: a rank that was to stop has handed in what it had."""
+    return os.path.join(os.path.dirname(control), "errors", f"{rank}.{attempt}.left")
+
+
+def mark_left() -> None:
+    """In a rank: it has left well, and its supervisor waits longer for its process to end."""
+    control, rank, attempt = map(os.environ.get, (CONTROL_VARIABLE, "ATOLL_RANK", "ATOLL_ATTEMPT"))
+    if control and rank and attempt:
+        with contextlib.suppress(OSError):  # it is killed when its grace is over, as others are
+            open(left_file(control, rank, attempt), "wb").close()
 
 
 def _claim(path: str) -> bool:

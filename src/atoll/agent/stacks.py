@@ -17,12 +17,10 @@ import sys
 import time
 from typing import Any
 
+from atoll.agent.process import CONTROL_VARIABLE, TAKE_STACKS
+
 SIGNAL = signal.SIGRTMAX - 2  # no program is known to use it; `hook/sitecustomize.py` has it, too
-HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
 MEMORY = "/memfd:atoll-stacks"  # what the file of the dump is called in /proc
-SWITCH = "ATOLL_STACKS"  # `0` in the environment of a training: its ranks do without the hook
-CONTROL_VARIABLE = "ATOLL_CONTROL"  # the socket of the supervisor, for ranks of its machine
-TAKE_STACKS = b"d"  # on that socket: a request, and the answer to it
 REQUEST_S = 5.0  # for the stacks of all ranks, before a rank goes on without them
 INSTALL = "install py-spy (pip install '.[stacks]' in a clone of atoll)"
 MAX_PROCESSES = 32  # of a rank: eight GPUs with three data loaders each
@@ -35,14 +33,6 @@ Json = dict[str, Any]
 
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-
-
-def with_hook(env: dict[str, str]) -> dict[str, str]:
-    """The variables of a rank with which Python registers the dump; none if it is not to."""
-    if env.get(SWITCH) == "0":
-        return {}
-    paths = [HOOK, *filter(None, [env.get("PYTHONPATH", "")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def find_py_spy() -> str | None:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from atoll.agent.process import mark_left
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco import export
@@ -641,6 +642,7 @@ class DiLoCo:
         if self._lock is not None:
             self._lock.close()
         self._keep_own()
+        mark_left()
         log.warning("left after round %d, with %d steps", self.round, self.steps)
 
     # -- The run --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_no_process_of_a_command_is_left_when_the_control_plane_is_killed(
         until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
         pid = int((tmp_path / "pid").read_text())
         stop(where, signal.SIGKILL)
-        until(lambda: not _lives(pid))
+        until(lambda: not _is_process(pid))
         asking.join()
 
 
@@ -152,9 +153,46 @@ def _quietly(made: Any, command: list[str]) -> None:
         pass
 
 
-def _lives(pid: int) -> bool:
+def _is_process(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_rank_that_has_left_well_has_time_to_end(client: atoll.Client, tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, time
+from atoll.agent.process import mark_left
+def leave(*_):
+    if os.environ["ATOLL_RANK"] == "2":
+        mark_left()
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+        os._exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("up", flush=True)
+while True:
+    time.sleep(0.02)
+"""
+    made = client.deploy_distributed(
+        name="leaves",
+        command=[sys.executable, "-c", code],
+        world_size=atoll.WorldSize(min=1, target=3, max=3),
+        working_dir=str(tmp_path),
+        stop_grace_s=0.2,
+    )
+    until(lambda: len(made.logs()) == 3)
+    made.scale(1)
+    until(lambda: not _lives(made, 1))  # its grace was over, and so was that of rank 2
+    assert _lives(made, 2)
+    (tmp_path / "go").touch()
+    until(lambda: not _lives(made, 2))
+    made.cancel()
+    until(lambda: made.is_terminal)
+    assert [ended.exit_code for ended in made.rank_exits[1:]] == [137, 0]
+
+
+def _lives(made: Any, rank: int) -> bool:
+    return any(one.rank == rank and one.is_alive for one in made.refresh().status.ranks)

@@ -490,7 +490,7 @@ class LocalBackend(FolderLogs):
         facts, numbers = self._supervisor(training).facts, {rank.rank for rank in ranks}
         running = [one for one in facts.running() if one.rank in numbers]
         async with self._stacks_turn:  # processes that were forked share the file of their dumps
-            return await asyncio.to_thread(take_stacks, running)
+            return await asyncio.to_thread(lambda: list(take_stacks(running)))
 
     async def kept_stacks(self, training: Training) -> list[dict[str, Any]]:
         return await asyncio.to_thread(kept_stacks, self.root / training.uid)

@@ -10,9 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.agent.process import ERROR_VARIABLE, RESULT_VARIABLE, exit_fields, result_fields
+import atoll
+from atoll.agent.process import (
+    CONTROL_VARIABLE,
+    ERROR_VARIABLE,
+    RESULT_VARIABLE,
+    exit_fields,
+    result_fields,
+)
 from atoll.agent.records import AttemptFacts, Due, exit_record
-from atoll.agent.stacks import CONTROL_VARIABLE, with_hook
 from atoll.backends.local import processes
 from atoll.backends.local.journal import Record
 from atoll.backends.local.protocol import SOCKET, error_file, result_file
@@ -20,6 +26,9 @@ from atoll.core.phase import ExitReason
 from atoll.logs.segments import LogWriter
 
 GO = b"g"
+# In the folder is a `sitecustomize.py`, with which `agent/stacks.py` reaches Python ranks.
+HOOK = str(Path(atoll.__file__).parent / "agent" / "hook")
+SWITCH = "ATOLL_STACKS"  # `0` in the environment of a training: its ranks do without the hook
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -43,6 +52,7 @@ class Process:
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
         self.is_frozen = False
+        self.has_left = False  # it has handed in what it had, and only its process has to end
         # Monotonic; it is killed by then, or as soon as its stacks are taken. None: not yet asked.
         self.stacks_until: float | None = None
         self.no_stacks = ""  # why none were taken before it was killed
@@ -108,6 +118,14 @@ def environment_of(directory: Path, launch: dict[str, Any], due: Due) -> dict[st
         CONTROL_VARIABLE: str(directory / SOCKET),
     }
     return {**env, **with_hook(env)}
+
+
+def with_hook(env: dict[str, str]) -> dict[str, str]:
+    """The variables of a rank with which Python registers the dump; none if it is not to."""
+    if env.get(SWITCH) == "0":
+        return {}
+    paths = [HOOK, *filter(None, [env.get("PYTHONPATH", "")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def lost_record(directory: Path, attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ MAX_AT_ONCE = 8
 
 def take_stacks(
     attempts: Sequence[AttemptFacts], cause: str = "", *, can_continue: bool = False
-) -> list[dict[str, Any]]:
-    """The stacks of these ranks, as JSON has them. It takes some 50 ms a rank, seconds at worst.
+) -> Iterator[dict[str, Any]]:
+    """The stacks of these ranks, as JSON has them. They take some 50 ms, seconds at worst.
 
     With `can_continue`, ranks that a signal stopped run on until they have dumped theirs.
     """
@@ -41,11 +41,12 @@ def take_stacks(
         return entry
 
     if len(attempts) <= 1:
-        return list(map(take_one, attempts))
+        yield from map(take_one, attempts)
+        return
     from concurrent.futures import ThreadPoolExecutor  # slow to import, and rarely needed
 
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:  # ranks mostly wait for their turn of the CPU
-        return list(pool.map(take_one, attempts))
+        yield from pool.map(take_one, attempts)
 
 
 def keep_stacks(
@@ -53,12 +54,11 @@ def keep_stacks(
 ) -> None:
     """Takes stacks and writes each to its file, as soon as it is taken."""
     (directory / STACKS).mkdir(exist_ok=True, mode=0o700)
-    for number, one in enumerate(attempts):
-        if number < MAX_RANKS:
-            (entry,) = take_stacks([one], cause, can_continue=can_continue)
-        else:
-            reason = f"those of {MAX_RANKS} other ranks were taken"
-            entry = {"rank": one.rank, "attempt": one.attempt, "at": time.time(), "reason": reason}
+    for entry in take_stacks(attempts[:MAX_RANKS], cause, can_continue=can_continue):
+        write_dumps(stacks_file(directory, entry["rank"], entry["attempt"]), entry)
+    for one in attempts[MAX_RANKS:]:
+        reason = f"those of {MAX_RANKS} other ranks were taken"
+        entry = {"rank": one.rank, "attempt": one.attempt, "at": time.time(), "reason": reason}
         write_dumps(stacks_file(directory, one.rank, one.attempt), entry)
 
 

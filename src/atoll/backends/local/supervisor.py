@@ -20,7 +20,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from atoll.agent.process import SEARCHED_BYTES, failure_tail, own_record
+from atoll.agent.process import (
+    SEARCHED_BYTES,
+    TAKE_STACKS,
+    failure_tail,
+    left_file,
+    own_record,
+)
 from atoll.agent.records import (
     AttemptFacts,
     Due,
@@ -29,7 +35,6 @@ from atoll.agent.records import (
     is_unwanted,
     start_record,
 )
-from atoll.agent.stacks import TAKE_STACKS
 from atoll.backends.local import processes
 from atoll.backends.local.journal import JOURNAL_STAMP_S, JournalWriter, Record
 from atoll.backends.local.protocol import (
@@ -61,7 +66,6 @@ from atoll.backends.local.rank_process import (
     lost_record,
 )
 from atoll.backends.local.rendezvous import Rendezvous
-from atoll.backends.local.stacks import keep_in_child
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
@@ -73,7 +77,6 @@ from atoll.backends.local.watchdog import (
 )
 from atoll.core.clock import Retry
 from atoll.core.phase import ExitReason
-from atoll.core.stacks import summary_of
 from atoll.core.text import split_lines
 from atoll.logs.segments import last_lines
 
@@ -83,6 +86,9 @@ SEARCHED_LINES = 1000  # for the failure: tracebacks of eight processes and torc
 SWEEP_EVERY_S = 0.05  # a listing of /proc each, and what an ended rank left delays its next attempt
 KILL_AGAIN_S = 1.0  # a process that waits for a disk does not end at the first SIGKILL
 RANKS_A_MESSAGE = 1000  # some 6 kB: the kernel takes so little as a whole or not at all
+# How much longer than its grace a rank may live that has left well: on a starved machine, ending a
+# process that has loaded torch has taken 10 s.
+LEFT_S = 30.0
 # How much longer than its grace a rank may live so that its stacks are taken: py-spy needs a second
 # on a quiet machine, Python's own dump 50 ms.
 STACKS_S = 3.0
@@ -223,7 +229,13 @@ class Supervisor:
         return later
 
     def _kill(self, process: Process, now: float) -> None:
-        """Kills a rank once its stacks are taken, or were not in time."""
+        """Kills a rank once its stacks are taken, or were not in time. One that has left well has
+        time to end."""
+        attempt = process.attempt
+        mark = left_file(str(self._directory / SOCKET), str(attempt.rank), str(attempt.attempt))
+        if process.is_stopping and not process.has_left and os.path.exists(mark):
+            process.has_left, process.kill_at = True, now + LEFT_S
+            return
         if process.stacks_until is None:
             process.stacks_until = process.kill_at = now + STACKS_S
             why = FROZEN_CAUSE if process.is_frozen else GRACE_CAUSE
@@ -241,6 +253,10 @@ class Supervisor:
                 if process.kill_at == process.stacks_until:
                     process.kill_at = time.monotonic()
             self._send(TAKE_STACKS, [self._clients[fd] for fd in clients if fd in self._clients])
+        if not self._wanted_stacks:
+            return
+        from atoll.backends.local.stacks import keep_in_child  # not needed while all is well
+
         for why, batch in self._wanted_stacks.items():
             attempts = [process.attempt for process in batch]
             try:
@@ -457,6 +473,8 @@ class Supervisor:
         """Where a rank was that did not move, or that had to be killed; empty for all others."""
         stacks = read_stacks(self._directory, process.attempt.rank, process.attempt.attempt)
         if stacks is not None:
+            from atoll.core.stacks import summary_of  # not needed while all is well
+
             return summary_of(stacks)
         is_killed = process.stacks_until is not None and process.no_stacks
         return [f"no stacks: {process.no_stacks}"] if is_killed else []
