@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ATOLL, until
+from tests.e2e.conftest import ATOLL, SOURCE, until
 from tests.support.finish import finish
 
 SEGFAULT = (
@@ -103,7 +103,8 @@ def test_ranks_run_as_the_shell_would_run_them(atoll: Any, tmp_path: Path) -> No
     }
     done = atoll("run", "-e", "MINE=x=y", "-e", "HOME2", "--", "say", **changed)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"[0] {tmp_path} /some/venv {changed['PYTHONPATH']} x=y passed\n"
+    path = f"{SOURCE}/atoll/agent/hook:{changed['PYTHONPATH']}"  # the hook of `atoll stacks`
+    assert done.stdout == f"[0] {tmp_path} /some/venv {path} x=y passed\n"
 
 
 def test_the_users_own_env_wins_over_the_shells(atoll: Any) -> None:

@@ -313,9 +313,9 @@ class TextReport:
         print("\n".join([f"atoll: {first}{took}", *details]), file=sys.stderr, flush=True)
 
     def _is_tail_above(self, training: Training) -> bool:
-        """Whether the last lines of the rank that failed are what was just printed."""
+        """Whether the traceback of the rank that failed is what was just printed."""
         cause = training.status.root_cause
-        if cause is None or not cause.log_tail:
+        if cause is None or not any("Traceback (most recent" in line for line in cause.log_tail):
             return False
         tail = [(cause.rank, text) for text in cause.log_tail[-TAIL_LINES:]]
         return [*self._printed][-len(tail) :] == tail

@@ -121,6 +121,7 @@ def _enter(
     assert target.pid is not None
     with open_process(target.pid, 0) as pidfd:
         surroundings = surroundings_of(target.pid)
+        assert surroundings is not None, "its environment was read before"
         # The terminal sends Ctrl-C to the command, too, and that decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         child = subprocess.Popen(

@@ -385,7 +385,7 @@ def exception_of(training: Training) -> Exception | None:
             own = kind(message) if message else kind()
             error = own if str(own) == message else error
     trace = "\n".join(map(escape_control, tail[starts[0] :]))
-    error.add_note(f"in rank {cause.rank} of {training.name}:\n{trace}")
+    error.add_note(f"in rank {cause.rank} of {training.display_name}:\n{trace}")
     return error
 
 

@@ -35,8 +35,8 @@ def training(client: atoll.Client, tmp_path: Path) -> Any:
 
 def test_the_process_of_each_rank_is_in_the_status(training: Any) -> None:
     for rank in training.ranks:
-        environ = Path(f"/proc/{rank.pid}/environ").read_bytes()
-        assert f"ATOLL_RANK={rank.rank}".encode() in environ.split(b"\0")
+        environ, own = Path(f"/proc/{rank.pid}/environ"), f"ATOLL_RANK={rank.rank}".encode()
+        until(lambda environ=environ, own=own: own in environ.read_bytes().split(b"\0"))
         assert rank.node == socket.gethostname()
 
 

@@ -51,13 +51,15 @@ def open_process(pid: int, start_ticks: int) -> Iterator[int]:
         os.close(pidfd)
 
 
-def surroundings_of(pid: int) -> Surroundings:
-    """Raises Conflict if it has ended, or is of another user."""
+def surroundings_of(pid: int) -> Surroundings | None:
+    """None while the process is not yet the command of its rank. Raises Conflict if it has ended,
+    or is of another user."""
     try:
         directory = os.readlink(f"/proc/{pid}/cwd")
     except OSError as error:
         raise Conflict(f"process {pid} cannot be entered: {error.strerror}") from error
-    return Surroundings(processes.environment_of(pid), directory)
+    env = processes.environment_of(pid)
+    return Surroundings(env, directory) if b"ATOLL_UID" in env else None
 
 
 def bound_command(command: Sequence[str]) -> list[str]:
@@ -69,7 +71,9 @@ async def run_beside(
 ) -> ExecResult:
     """Runs the command beside the process until it ends, the process ends or time is up."""
     with open_process(pid, start_ticks) as pidfd:
-        env, directory = surroundings_of(pid)
+        while (surroundings := surroundings_of(pid)) is None:
+            await asyncio.sleep(0.01)  # it has been forked, and is about to begin
+        env, directory = surroundings
         child = await asyncio.create_subprocess_exec(
             *bound_command(command),
             stdin=asyncio.subprocess.PIPE,

@@ -250,7 +250,8 @@ class Supervisor:
         for pid in [pid for pid in self._takers if not processes.stat_fields(pid)]:
             batch, clients = self._takers.pop(pid)
             for process in batch:
-                if process.kill_at == process.stacks_until:
+                # Those that are not to be killed have neither.
+                if process.stacks_until is not None and process.kill_at == process.stacks_until:
                     process.kill_at = time.monotonic()
             self._send(TAKE_STACKS, [self._clients[fd] for fd in clients if fd in self._clients])
         if not self._wanted_stacks:
@@ -266,7 +267,8 @@ class Supervisor:
             except OSError as error:
                 for process in batch:
                     process.no_stacks = f"no process could be started: {error.strerror}"
-                    process.kill_at = time.monotonic()
+                    if process.stacks_until is not None:
+                        process.kill_at = time.monotonic()
                 continue
             self._takers[pid] = batch, self._asking
             self._asking = []
