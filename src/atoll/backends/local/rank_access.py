@@ -71,8 +71,8 @@ async def run_beside(
 ) -> ExecResult:
     """Runs the command beside the process until it ends, the process ends or time is up."""
     with open_process(pid, start_ticks) as pidfd:
-        while (surroundings := surroundings_of(pid)) is None:
-            await asyncio.sleep(0.01)  # it has been forked, and is about to begin
+        while (surroundings := surroundings_of(pid)) is None:  # noqa: ASYNC110, nobody tells
+            await asyncio.sleep(0.01)  # it has been forked, and is about to run its command
         env, directory = surroundings
         child = await asyncio.create_subprocess_exec(
             *bound_command(command),
