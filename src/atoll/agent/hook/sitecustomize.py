@@ -11,11 +11,12 @@ import sys
 
 def _register() -> None:
     try:
-        import _signal  # what `signal` is made of: that takes 3 ms to import
         import faulthandler
 
+        numbers = __import__("_signal")  # what `signal` is made of: that takes 3 ms to import
+
         file = os.memfd_create("atoll-stacks")
-        faulthandler.register(_signal.SIGRTMAX - 2, file=file, all_threads=True, chain=False)
+        faulthandler.register(numbers.SIGRTMAX - 2, file=file, all_threads=True, chain=False)
     except Exception:  # another system, or a Python without it: the rank runs all the same
         return
 
