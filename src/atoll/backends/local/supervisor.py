@@ -210,6 +210,7 @@ class Supervisor:
             left = self._rendezvous.heal()
             later += [] if left is None else [left]
         self._stop_unwanted(now)
+        self._end_takers(now)
         for process in list(self._by_pid.values()):
             if process.frozen_since is not None and not process.is_frozen:
                 left = process.frozen_since + FROZEN_AFTER_S - now
@@ -245,15 +246,18 @@ class Supervisor:
         processes.kill_leader(process.attempt.pid, signal.SIGKILL)
         process.kill_at = now + KILL_AGAIN_S
 
-    def _take_stacks(self) -> None:
-        """Has a child take the stacks that are wanted; what waited for the last one is killed."""
+    def _end_takers(self, now: float) -> None:
+        """What waited for stacks that are taken is killed now, and who asked for them has them."""
         for pid in [pid for pid in self._takers if not processes.stat_fields(pid)]:
             batch, clients = self._takers.pop(pid)
             for process in batch:
                 # Those that are not to be killed have neither.
                 if process.stacks_until is not None and process.kill_at == process.stacks_until:
-                    process.kill_at = time.monotonic()
+                    process.kill_at = now
             self._send(TAKE_STACKS, [self._clients[fd] for fd in clients if fd in self._clients])
+
+    def _take_stacks(self) -> None:
+        """Has a child take the stacks that are wanted."""
         if not self._wanted_stacks:
             return
         from atoll.backends.local.stacks import keep_in_child  # not needed while all is well
