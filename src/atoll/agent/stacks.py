@@ -39,8 +39,8 @@ def find_py_spy() -> str | None:
     """The command of py-spy in this environment; None if it is not installed."""
     from shutil import which  # slow to import, and the supervisor loads this file
 
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    return beside if os.access(beside, os.X_OK) else which("py-spy")
+    command = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    return command if os.access(command, os.X_OK) else which("py-spy")
 
 
 def take(pid: int, py_spy: str | None = None, *, can_continue: bool = False) -> list[Json]:

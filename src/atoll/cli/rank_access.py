@@ -169,30 +169,30 @@ def kill(name: str, rank: int, name_of_signal: str, is_json: bool) -> None:
 @name_argument
 @click.argument("rank", type=click.IntRange(min=0), required=False)
 @click.option(
-    "--kept",
-    "is_kept",
+    "--stored",
+    "is_stored",
     is_flag=True,
     help="Show what atoll took by itself: of ranks that stalled, that it had to kill, or whose "
     "round timed out.",
 )
 @click.option("--threads", "has_threads", is_flag=True, help="Show all threads of each process.")
 @json_option
-def stacks(name: str, rank: int | None, is_kept: bool, has_threads: bool, is_json: bool) -> None:
+def stacks(name: str, rank: int | None, is_stored: bool, has_threads: bool, is_json: bool) -> None:
     """Show where the ranks are: the stacks of all of them, or of RANK, equal ones in one line.
 
     Of a training that is over, what atoll took by itself.
     """
-    found = Client().get(name).stacks(rank, kept=is_kept)
-    print_json(found) if is_json else print(stacks_text(found, has_threads=has_threads))
+    result = Client().get(name).stacks(rank, stored=is_stored)
+    print_json(result) if is_json else print(stacks_text(result, has_threads=has_threads))
 
 
-def stacks_text(found: StackList, *, has_threads: bool) -> str:
+def stacks_text(stacks: StackList, *, has_threads: bool) -> str:
     """The folded lines, then each stack once; with `has_threads`, each thread of each process."""
-    lines = [_group_text(group) for group in found.folded] or ["no stacks were taken"]
-    causes = {one.cause: one.rank for one in reversed(found.items) if one.cause}
+    lines = [_group_text(group) for group in stacks.folded] or ["no stacks were taken"]
+    causes = {one.cause: one.rank for one in reversed(stacks.items) if one.cause}
     lines += [f"taken because {cause} (rank {rank})" for cause, rank in causes.items()]
     if has_threads:
-        for one in found.items:
+        for one in stacks.items:
             for process in one.processes:
                 lines += ["", f"rank {one.rank}, process {process.pid}: {process.command}"]
                 for thread in process.threads:
@@ -201,7 +201,7 @@ def stacks_text(found: StackList, *, has_threads: bool) -> str:
                         f"    {frame.file}:{frame.line} {frame.function}" for frame in thread.frames
                     ]
     else:
-        for group in found.folded:
+        for group in stacks.folded:
             if group.stack:
                 lines += ["", f"{_group_text(group)}:", *(f"  {line}" for line in group.stack)]
     return "\n".join(map(escape_control, lines))

@@ -285,7 +285,7 @@ class Executor:
         """Where these ranks and the processes they started are, as `core/stacks.py` has it."""
         raise NotImplementedError
 
-    async def kept_stacks(self, training: Training) -> list[dict[str, Any]]:
+    async def stored_stacks(self, training: Training) -> list[dict[str, Any]]:
         """The stacks that were taken of ranks that did not move or had to be killed."""
         return []
 

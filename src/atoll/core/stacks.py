@@ -26,7 +26,7 @@ def frame_text(frame: Json) -> str:
     return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['function']}{code}"
 
 
-def place_of(frames: Sequence[Json]) -> str:
+def location_of(frames: Sequence[Json]) -> str:
     """Where a thread is: the function it is in, and the innermost line that is no library's."""
     if not frames:
         return "no Python code"
@@ -46,8 +46,8 @@ def main_frames(process: Json) -> Sequence[Json]:
     return threads[0]["frames"] if threads else ()
 
 
-def process_place(process: Json) -> str:
-    return place_of(main_frames(process)) if process.get("threads") else str(process["reason"])
+def process_location(process: Json) -> str:
+    return location_of(main_frames(process)) if process.get("threads") else str(process["reason"])
 
 
 def fold(ranks: Iterable[Json]) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def fold(ranks: Iterable[Json]) -> list[dict[str, Any]]:
             groups.setdefault((False, why, ()), []).append(one["rank"])
         for number, process in enumerate(one.get("processes", ())):
             stack = tuple(map(frame_text, main_frames(process)))
-            key = (number > 0, process_place(process), stack)
+            key = (number > 0, process_location(process), stack)
             groups.setdefault(key, []).append(one["rank"])
     folded = [
         {
@@ -78,8 +78,8 @@ def describe_group(ranks: str, count: int, is_child: bool, where: str, has_stack
     """`5 ranks (0-2, 4, 5) in …`, `rank 3 in …`, `a child of rank 3 in …`."""
     is_one = "," not in ranks and "-" not in ranks
     if is_child:
-        whose = f"rank {ranks}" if is_one else f"ranks {ranks}"
-        who = f"{'a child' if count == 1 else f'{count} children'} of {whose}"
+        owner = f"rank {ranks}" if is_one else f"ranks {ranks}"
+        who = f"{'a child' if count == 1 else f'{count} children'} of {owner}"
     else:
         who = f"rank {ranks}" if is_one else f"{count} ranks ({ranks})"
     return f"{who} in {where}" if has_stack else f"{who}: {where}"
@@ -92,13 +92,13 @@ def summary_of(stacks: Json) -> list[str]:
         return [f"no stacks: {stacks.get('reason') or 'it has no process'}"]
     lines = []
     for number, process in enumerate(stacks["processes"]):
-        where = process_place(process)
+        where = process_location(process)
         where = where if process.get("threads") else f"no stack: {where}"
         lines.append(where if number == 0 else f"its child {process['pid']}: {where}")
     first = main_frames(stacks["processes"][0])[:SUMMARY_FRAMES]
     lines += [f"  {frame_text(frame)}" for frame in first]
-    kept: list[str] = []
+    summary: list[str] = []
     for line in lines[:MAX_SUMMARY_LINES]:
-        if sum(map(len, kept)) + len(line) <= MAX_SUMMARY_CHARS:
-            kept.append(line)
-    return kept
+        if sum(map(len, summary)) + len(line) <= MAX_SUMMARY_CHARS:
+            summary.append(line)
+    return summary

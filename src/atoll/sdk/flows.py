@@ -423,7 +423,7 @@ def take_stacks(ref: TrainingRef, ranks: Sequence[int]) -> Flow[StackList]:
     return decode_answer(check_reply((yield effect)), StackList)
 
 
-def kept_stacks(ref: TrainingRef, rank: int | None) -> Flow[StackList]:
+def stored_stacks(ref: TrainingRef, rank: int | None) -> Flow[StackList]:
     effect = Send("GET", f"{ref.path}/stacks", {"rank": rank, "uid": ref.uid})
     return decode_answer((yield from send(effect)), StackList)
 

@@ -463,24 +463,24 @@ class DistributedTraining:
     async def kill_async(self, rank: int, signal: str = "SIGKILL") -> KillResult:
         return await self._arun(flows.kill(self._ref, KillRequest(rank=rank, signal=str(signal))))
 
-    def stacks(self, rank: int | None = None, *, kept: bool = False) -> StackList:
+    def stacks(self, rank: int | None = None, *, stored: bool = False) -> StackList:
         """Where the ranks and the processes they started are: the stacks of all their threads, and
         folded, with equal ones in one line.
 
-        With `kept`, and once the training is over, those that atoll took by itself: of ranks that
+        With `stored`, and once the training is over, those that atoll took by itself: of ranks that
         stalled, that it had to kill, or whose round timed out. Raises Conflict where no rank runs.
         """
-        return self._run(self._stacks(rank, kept))
+        return self._run(self._stacks(rank, stored))
 
-    async def stacks_async(self, rank: int | None = None, *, kept: bool = False) -> StackList:
-        return await self._arun(self._stacks(rank, kept))
+    async def stacks_async(self, rank: int | None = None, *, stored: bool = False) -> StackList:
+        return await self._arun(self._stacks(rank, stored))
 
-    def _stacks(self, rank: int | None, kept: bool) -> Flow[StackList]:
+    def _stacks(self, rank: int | None, stored: bool) -> Flow[StackList]:
         if rank is not None:
             check_as("rank", rank, RankNumber)
         training = yield from flows.read(self._ref)
-        if kept or self._keep(training).status.phase.is_terminal:
-            return (yield from flows.kept_stacks(self._ref, rank))
+        if stored or self._keep(training).status.phase.is_terminal:
+            return (yield from flows.stored_stacks(self._ref, rank))
         return (yield from flows.take_stacks(self._ref, [] if rank is None else [rank]))
 
     def stats(self) -> TrainingStats:

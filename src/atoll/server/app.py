@@ -365,7 +365,7 @@ NATIVE = (
     Operation(
         "GET",
         f"{ONE}/stacks",
-        rank_access.kept_stacks,
+        rank_access.stored_stacks,
         "Read the stacks that atoll took by itself: of ranks that stalled, that it had to kill, "
         "or whose round timed out.",
         {200: AnswerDoc("The stacks.", StackList), **_REACH_PROBLEMS},

@@ -217,7 +217,7 @@ def fine():
     script, line = script_of("import atoll\n" + body, tmp_path)
     made = start(client, script, rendezvous_backend="none")
     until(lambda: "late" in [log.text for log in made.logs()])
-    kept = {one.rank: one for one in made.stacks(kept=True).items}
+    kept = {one.rank: one for one in made.stacks(stored=True).items}
     assert kept[1].cause == "an outer round timed out"
     assert kept[1].processes[0].threads[0].frames[0].line == line
     places = [frame.file for frame in kept[0].processes[0].threads[0].frames]
@@ -267,7 +267,7 @@ def test_a_stalled_rank_is_shown_with_where_it_is(client: atoll.Client, tmp_path
     script, line = script_of(HANGS["a lock"], tmp_path)
     made = start(client, script, stall_s=2.0)
     until(lambda: any(f":{line} in hang" in rank.message for rank in made.ranks))
-    kept = {one.rank: one for one in made.stacks(kept=True).items}
+    kept = {one.rank: one for one in made.stacks(stored=True).items}
     assert kept[1].cause.startswith("it did not move for ")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.agent.stacks import threads_of_faulthandler, threads_of_py_spy
-from atoll.core.stacks import describe_group, fold, place_of, summary_of
+from atoll.core.stacks import describe_group, fold, location_of, summary_of
 
 REDUCE = [
     {"file": "/x/site-packages/torch/distributed/c10d.py", "line": 9, "function": "all_reduce"},
@@ -68,7 +68,7 @@ def test_a_dump_of_pythons_own_has_the_main_thread_first() -> None:
     assert main["name"] == "main"
     assert main["frames"][0] == {"file": "/home/me/train.py", "line": 12, "function": "step"}
     assert main["frames"][1]["line"] == 0
-    assert place_of(other["frames"]) == "wait (threading.py), train.py:30 in watch"
+    assert location_of(other["frames"]) == "wait (threading.py), train.py:30 in watch"
     assert threads_of_faulthandler("rubbish\n") == []
 
 
@@ -87,4 +87,4 @@ def test_the_summary_fits_into_a_record() -> None:
     kept = summary_of(stacks(0, deep, deep))
     assert 0 < sum(map(len, kept)) <= 1000
     assert summary_of({"reason": "it has ended"}) == ["no stacks: it has ended"]
-    assert place_of([]) == "no Python code"
+    assert location_of([]) == "no Python code"

@@ -72,9 +72,9 @@ from atoll.backends.local.protocol import (
     stacks_file,
     waiting_message,
 )
-from atoll.backends.local.rank_access import open_process, run_beside
+from atoll.backends.local.rank_access import open_process, run_in_rank
 from atoll.backends.local.rendezvous import find_etcd, read_rendezvous
-from atoll.backends.local.stacks import keep_stacks, kept_stacks, take_stacks
+from atoll.backends.local.stacks import keep_stacks, stored_stacks, take_stacks
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.reader import read_result
 from atoll.backends.records import desired_of
@@ -492,12 +492,12 @@ class LocalBackend(FolderLogs):
         async with self._stacks_turn:  # processes that were forked share the file of their dumps
             return await asyncio.to_thread(lambda: list(take_stacks(running)))
 
-    async def kept_stacks(self, training: Training) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(kept_stacks, self.root / training.uid)
+    async def stored_stacks(self, training: Training) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(stored_stacks, self.root / training.uid)
 
     async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
         one = self._current(training, rank)
-        return await run_beside(
+        return await run_in_rank(
             one.pid, one.start_ticks, request.command, request.stdin, request.timeout_s
         )
 

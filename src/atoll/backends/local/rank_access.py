@@ -66,7 +66,7 @@ def bound_command(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-S", "-E", "-c", BOUND_COMMAND, *command]
 
 
-async def run_beside(
+async def run_in_rank(
     pid: int, start_ticks: int, command: Sequence[str], stdin: bytes, timeout_s: float
 ) -> ExecResult:
     """Runs the command beside the process until it ends, the process ends or time is up."""
@@ -117,11 +117,11 @@ async def run_beside(
 
 
 async def _read(stream: asyncio.StreamReader) -> tuple[bytes, bool]:
-    kept, is_cut = bytearray(), False
+    data, is_cut = bytearray(), False
     while chunk := await stream.read(2**16):
-        is_cut = is_cut or len(kept) + len(chunk) > MAX_OUTPUT_BYTES
-        kept += chunk[: MAX_OUTPUT_BYTES - len(kept)]
-    return bytes(kept), is_cut
+        is_cut = is_cut or len(data) + len(chunk) > MAX_OUTPUT_BYTES
+        data += chunk[: MAX_OUTPUT_BYTES - len(data)]
+    return bytes(data), is_cut
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:

@@ -77,7 +77,7 @@ def keep_in_child(
     return pid
 
 
-def kept_stacks(directory: Path) -> list[dict[str, Any]]:
+def stored_stacks(directory: Path) -> list[dict[str, Any]]:
     """What was kept of each rank, of its newest attempt, in order of rank."""
     newest: dict[int, dict[str, Any]] = {}
     for path in (directory / STACKS).glob("*.json"):

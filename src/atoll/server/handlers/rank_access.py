@@ -58,11 +58,11 @@ async def take_stacks(call: ApiCall) -> Answer:
     return json_answer(stack_list(stacks))
 
 
-async def kept_stacks(call: ApiCall) -> Answer:
+async def stored_stacks(call: ApiCall) -> Answer:
     training = await training_of(call)
     executor = executor_of(training, call.plane)
     check_action(executor, training, "stacks")
-    stacks, ranks = await executor.kept_stacks(training), call.query.rank
+    stacks, ranks = await executor.stored_stacks(training), call.query.rank
     return json_answer(stack_list([one for one in stacks if not ranks or one["rank"] in ranks]))
 
 
