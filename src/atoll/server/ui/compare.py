@@ -25,8 +25,8 @@ from atoll.server.ui.views import PlacedSeries
 MAX_RUNS = 200  # rows of one page; an address of 200 names is some 8 kB, what servers take
 MAX_METRICS = 40  # of one training: the columns that a person picks from
 BINS = 400  # points of a line: a chart is some 1,300 px wide
-# Names of metrics of which less is better; of any other, more is.
-LESS_IS_BETTER = ("loss", "perplexity", "ppl", "err", "mae", "mse", "bpb", "second", "time", "_s")
+# In names of metrics of which less is better; of any other, and of what is "per" time, more is.
+LESS_IS_BETTER = ("loss", "perplexity", "ppl", "error", "mae", "mse", "bpb", "seconds", "time")
 
 
 class CompareQuery(Query, frozen=True):
@@ -116,7 +116,8 @@ def _summary(name: str, series: Series) -> ComparedMetric:
 
 def best_of(name: str, columns: Sequence[Sequence[float]]) -> float:
     """The least value of a loss and the like, the largest of anything else."""
-    is_less = any(part in name.lower() for part in LESS_IS_BETTER)
+    is_rate = "per_" in name or name.endswith("/s")
+    is_less = not is_rate and any(part in name.lower() for part in LESS_IS_BETTER)
     values = [value for value in columns[MIN if is_less else MAX] if value == value]
     return (min if is_less else max)(values, default=float("nan"))
 

@@ -27,3 +27,5 @@ def test_the_best_loss_is_the_least_and_the_best_accuracy_the_largest() -> None:
         series.add(point_of((at, at, value)), 0, 100)
     assert best_of("val/loss", series.columns) == 1.0
     assert best_of("accuracy", series.columns) == 3.0
+    assert best_of("train_runtime", series.columns) == 1.0
+    assert best_of("samples_per_seconds", series.columns) == 3.0
