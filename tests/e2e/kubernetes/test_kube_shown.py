@@ -32,7 +32,7 @@ Json = dict[str, Any]
 RANK = """
 import os, sys
 import atoll
-from atoll.agent import figures
+from atoll.agent import metrics
 
 rank, first, last = int(os.environ["ATOLL_RANK"]), int(sys.argv[1]), int(sys.argv[2])
 for at in range(first, last):
@@ -40,7 +40,7 @@ for at in range(first, last):
     facts = {"run": "r", "round": at, "members": [0, 1], "weights": [1, 2], "tokens": 5.0}
     cost = [rank, 10, 20, 3, 0.0, 0.5]
     word = {"run": "r", "fragment": 0, "round": at, "cost": cost, "facts": facts}
-    figures.report_round(word)
+    metrics.report_round(word)
 """
 
 
