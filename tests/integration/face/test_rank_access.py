@@ -144,6 +144,7 @@ def test_no_process_of_a_command_is_left_when_the_control_plane_is_killed(
         stop(where, signal.SIGKILL)
         until(lambda: not _is_process(pid))
         asking.join()
+        made.delete()  # by the next control plane, which this starts
 
 
 def _quietly(made: Any, command: list[str]) -> None:
