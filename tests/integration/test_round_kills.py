@@ -21,8 +21,7 @@ from tests.round.replica import SIZE
 
 from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.round import objects
-from atoll.diloco.round.cells import place_of, table_size, unpack_table
-from atoll.diloco.round.layout import Cut, offsets
+from atoll.diloco.round.cells import Cut, offsets, place_of, table_size, unpack_table
 from atoll.diloco.round.objects import Manifest, Member
 from atoll.objectstore import ObjectStore
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.diloco.packing import Vector
-from atoll.diloco.round.inputs import BLOCK, WeightedMean
+from atoll.diloco.round.cells import BLOCK, WeightedMean
 
 
 def weighted_mean(parts: list[Vector], weights: list[float]) -> Vector:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec, Vector
+from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import Offer, RoundConfig
-from atoll.diloco.round.layout import Cut, RunLayout, Share
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.diloco.round.replica_group import GlooGroup

@@ -10,38 +10,27 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
 from atoll.core.checks import check_int, check_number
-from atoll.core.errors import BackendError, BelowMinimumWorld, DistributedError, ValidationError
+from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco import packing
 from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.packing import Vector
-from atoll.diloco.round.cells import bytes_of, checksum
+from atoll.diloco.round.cells import Cut, RunLayout, Share, bytes_of, checksum
 from atoll.diloco.round.driver import RoundDriver
-from atoll.diloco.round.effects import (
-    DROPPED,
-    BelowMinimum,
-    Offer,
-    RoundConfig,
-    RoundResult,
-    Stuck,
-    UnlikeUpload,
-)
-from atoll.diloco.round.layout import Cut, RunLayout, Share
+from atoll.diloco.round.effects import DROPPED, Offer, RoundConfig, RoundResult
 from atoll.diloco.round.objects import DONE, FAILED, LEFT, MAX_RANK, MAX_ROUND, ended_key
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.diloco.start import find_min_replicas, read_start
 from atoll.objectstore import ObjectStore, Traffic
-
-T = TypeVar("T")
 
 THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
 OUTER = "mean"  # the outer rule of a plain all-reduce: the result is the mean
@@ -284,7 +273,7 @@ class ObjectStoreAllReduce:
         driver = stream.driver
         pending, stream.pending = stream.pending, None
         if not stream.is_open:
-            self._translate(driver.open)
+            driver.open()
             stream.is_open = True
             if self._first_round is not None:
                 stream.offset = self._first_round - driver.round
@@ -292,36 +281,19 @@ class ObjectStoreAllReduce:
                 stream.fragment.add(0, self._residuals.pop(name))
         if driver.machine.is_pending and pending == _checksum(arrays, stream.fragment.share.size):
             return True
-        self._translate(driver.prepare)
+        driver.prepare()
         return False
 
     def _run(
         self, stream: _Stream, arrays: Sequence[Any], weight: float, is_again: bool
     ) -> RoundResult:
         if is_again:
-            result = self._translate(lambda: stream.driver.run(None))
+            result = stream.driver.run(None)
         else:
             result = self._offer(stream, arrays, weight)
         while result.fate == DROPPED:  # the run went on without this replica: once more
             result = self._offer(stream, arrays, weight)
         return result
-
-    def _translate(self, call: Callable[[], T]) -> T:
-        """The errors of a round in the words of the package."""
-        try:
-            return call()
-        except BelowMinimum as problem:
-            raise BelowMinimumWorld(
-                str(problem),
-                ready=problem.there,
-                required_min=problem.needs,
-                timeout=self.timeout_s,
-            ) from problem
-        except UnlikeUpload as problem:
-            field = problem.reason.partition(" ")[0]
-            raise ValidationError(field, f"of rank {self.rank}", str(problem)) from problem
-        except Stuck as problem:
-            raise DistributedError(str(problem)) from problem
 
     def _offer(self, stream: _Stream, arrays: Sequence[Any], weight: float) -> RoundResult:
         fragment, start = stream.fragment, 0
@@ -334,7 +306,7 @@ class ObjectStoreAllReduce:
                 fragment.add(start, values)
                 start += values.size
         sums, stream.sums = stream.sums, {}  # told once
-        return self._translate(lambda: stream.driver.run(Offer(weight, steps=1, sums=sums)))
+        return stream.driver.run(Offer(weight, steps=1, sums=sums))
 
     def _check_finite(self, arrays: Sequence[Any]) -> None:
         """Raise ValidationError for what a codec has no code for, before anything is stored."""

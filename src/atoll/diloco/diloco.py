@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from atoll.agent.process import mark_left
 from atoll.core.checks import check_int, check_number
@@ -34,7 +34,6 @@ from atoll.diloco.flight import (
     in_background,
     merge_offers,
     timed,
-    translate_errors,
 )
 from atoll.diloco.goal import RunGoal, go_on
 from atoll.diloco.group import find_group, from_leader, gather
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("atoll.diloco")
-
-T = TypeVar("T")
 
 THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
 # The weight of a replica that has trained and counted nothing: next to nothing beside any that has.
@@ -211,7 +208,7 @@ class DiLoCo:
         )
         self._state = RunState()
         # The parameters all agree on: the newest in the store, or the first replica's.
-        self._call(self._rounds.open)
+        self._rounds.open()
         self._take_global()
         self._own = None
         if self._store is not None:
@@ -295,7 +292,7 @@ class DiLoCo:
                 f"{steps} steps after round {self.round} were not synchronised: only the model of "
                 "this process has them. Train whole rounds, or call sync() in all replicas before"
             )
-        ends = self._call(lambda: self._rounds.finish(is_told=self._start.tells_ends))
+        ends = self._rounds.finish(is_told=self._start.tells_ends)
         is_advanced = self._rounds.state.round > self._state.round
         self._state = self._rounds.state
         if is_advanced:  # rounds that went on without this replica
@@ -423,7 +420,7 @@ class DiLoCo:
         # Whatever became of it, this training is in the row or in the parameters.
         work.uploaded = flight.mark
         try:
-            result, started, ended = self._call(flight.job.result)
+            result, started, ended = flight.job.result()
         except BaseException:
             if not flight.job.done():  # only the wait was interrupted
                 self._flight = flight
@@ -499,12 +496,12 @@ class DiLoCo:
 
         The model stays as far from the global values as it was.
         """
-        if not self._call(self._rounds.is_behind):
+        if not self._rounds.is_behind():
             return
         restore = self._model.keep_distance(self.fragments)
         flight, self._unsettled = self._unsettled, None
         try:
-            result = self._call(self._rounds.prepare)
+            result = self._rounds.prepare()
         except BaseException:
             self._unsettled = flight
             restore()
@@ -542,9 +539,6 @@ class DiLoCo:
             )
         for messages in self._watch.find_changes():
             self._checks.warn(messages)
-
-    def _call(self, call: Callable[[], T]) -> T:
-        return translate_errors(call, self.config.rank, self._timeout)
 
     def end_period(self, *, is_last: bool = False) -> None:
         """A round at once, with what was trained since the last one.
@@ -616,7 +610,7 @@ class DiLoCo:
             if self._sampler is not None:
                 self._sampler.gather()
             self._be_honest()
-            self._call(self._hand_in_all)
+            self._hand_in_all()
         except BackendError as error:
             log.warning("what was trained since the last round is lost: %s", error)
         self._depart()
@@ -822,7 +816,7 @@ class DiLoCo:
         if inner:
             self._own.keep(extras)
             self._own.save(self.round, self.step)
-        self._call(self._rounds.save)
+        self._rounds.save()
 
     @property
     def extras(self) -> Mapping[str, Any] | None:

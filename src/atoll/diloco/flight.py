@@ -9,17 +9,9 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import NamedTuple, TypeVar
 
-from atoll.core.errors import BelowMinimumWorld, DistributedError, ValidationError
+from atoll.core.errors import DistributedError
 from atoll.diloco.data import ranges
-from atoll.diloco.round.effects import (
-    BelowMinimum,
-    EndMark,
-    Offer,
-    RoundResult,
-    RunState,
-    Stuck,
-    UnlikeUpload,
-)
+from atoll.diloco.round.effects import EndMark, Offer, RoundResult, RunState
 from atoll.objectstore import Traffic
 
 T = TypeVar("T")
@@ -87,21 +79,6 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, name="atoll-diloco-round", daemon=True).start()
     return job
-
-
-def translate_errors(call: Callable[[], T], rank: int, timeout_s: float) -> T:
-    """The errors of a round in the words of the package."""
-    try:
-        return call()
-    except BelowMinimum as problem:
-        raise BelowMinimumWorld(
-            str(problem), ready=problem.there, required_min=problem.needs, timeout=timeout_s
-        ) from problem
-    except UnlikeUpload as problem:
-        reason = f"rank {problem.rank}: {problem.reason}"
-        raise ValidationError("settings", f"of rank {rank}", reason) from problem
-    except Stuck as problem:
-        raise DistributedError(str(problem)) from problem
 
 
 def check_ends(ends: Sequence[EndMark], state: RunState, fragments: int) -> None:

@@ -20,7 +20,7 @@ from atoll.diloco.outer import Floats, OuterRows
 from atoll.diloco.packing import TensorSpec
 from atoll.diloco.parameters import local_tensor, plain_parameters, read_parameters
 from atoll.diloco.pinned import PinnedBuffer
-from atoll.diloco.round.layout import RunLayout, Share
+from atoll.diloco.round.cells import RunLayout, Share
 from atoll.diloco.round.reduce import Fragment
 from atoll.diloco.sharding import (
     ParameterSpan,

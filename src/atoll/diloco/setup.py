@@ -14,6 +14,7 @@ from atoll.diloco.group import Processes, TrainingGroup, from_leader
 from atoll.diloco.model import ModelFragment, ReplicaModel, check_layout
 from atoll.diloco.outer import OuterConfig, OuterRows
 from atoll.diloco.replica_config import ReplicaConfig
+from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import (
     DROPPED,
@@ -25,7 +26,6 @@ from atoll.diloco.round.effects import (
     RoundResult,
     RunState,
 )
-from atoll.diloco.round.layout import Cut, RunLayout, Share
 from atoll.diloco.round.objects import Manifest, Member
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues

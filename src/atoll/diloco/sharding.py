@@ -23,7 +23,7 @@ from atoll.diloco.group import TrainingGroup
 from atoll.diloco.outer import Floats
 from atoll.diloco.parameters import local_tensor
 from atoll.diloco.pinned import PinnedBuffer
-from atoll.diloco.round.layout import Share
+from atoll.diloco.round.cells import Share
 
 if TYPE_CHECKING:
     import torch

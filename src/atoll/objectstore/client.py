@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,19 +167,6 @@ class ObjectStore:
             return False
         return True
 
-    def require_conditional_writes(self, folder: str) -> None:
-        """Raise Permanent if a key under `folder` can be created twice."""
-        key = f"{folder}/probe-{secrets.token_hex(8)}"
-        self.create(key, b"1")
-        is_twice = self.create(key, b"2")
-        self.delete([key])
-        if is_twice:
-            raise Permanent(
-                f"{self.uri}: the store ignores conditional writes (If-None-Match: *), without "
-                f"which two replicas could both decide a round: use a store that has them, such as "
-                f"S3, Google Cloud Storage, Azure, MinIO or a folder"
-            )
-
     def get(
         self, key: str, start: int = 0, end: int | None = None, *, max_bytes: int | None = None
     ) -> memoryview:
@@ -188,6 +174,15 @@ class ObjectStore:
 
         Raises Permanent, before memory is taken, for more than `max_bytes`.
         """
+        data = self.find(key, start, end, max_bytes=max_bytes)
+        if data is None:
+            raise NotFound("object", key)
+        return data
+
+    def find(
+        self, key: str, start: int = 0, end: int | None = None, *, max_bytes: int | None = None
+    ) -> memoryview | None:
+        """As `get`; None if there is no such object."""
         if end is not None and end <= start:
             return memoryview(b"")
         path = self.path_of(key)
@@ -195,11 +190,14 @@ class ObjectStore:
             try:
                 data = self._ask(lambda: files.read_file(path, start, end, max_bytes))
             except FileNotFoundError:
-                raise NotFound("object", key) from None
+                return None
             self._count(down=data.nbytes)
             return data
         with self.reader(key, start, end) as reader:
-            size = reader.remaining()
+            try:
+                size = reader.remaining()
+            except NotFound:
+                return None
             files.check_size(f"{self.uri}: {key}", size, max_bytes)
             buffer = memoryview(bytearray(size))
             return buffer[: reader.fill(buffer)]
@@ -297,13 +295,7 @@ class ObjectStore:
         temporary: tuple[type[Exception], ...] = (),
     ) -> T:
         """Make the request, again while its failure looks temporary."""
-        retry = Retry(
-            0.05,
-            2.0,
-            jitter=lambda: random.uniform(0.5, 1.0),
-            patience_s=self._patience_s,
-            clock=time.monotonic,
-        )
+        retry: Retry | None = None
         began = time.monotonic()
         number = self._tracker.begin(up, began)
         idle.watch.add(self._tracker)
@@ -321,13 +313,24 @@ class ObjectStore:
                     self._raise_final(error, time.monotonic() - began)
                     problem = error
                 self._tracker.fail(describe(problem))
+                retry = retry or self._make_retry(time.monotonic() - began)
                 pause_s = retry.pause_s()
                 if pause_s is None:
                     is_answer = False
                     raise Temporary(self._no_answer(problem)) from None
                 time.sleep(pause_s)
         finally:
-            self._log(self._tracker.end(number, time.monotonic(), is_answer=is_answer))
+            if text := self._tracker.end(number, time.monotonic(), is_answer=is_answer):
+                idle.log.warning("%s", text)
+
+    def _make_retry(self, waited_s: float) -> Retry:
+        return Retry(
+            0.05,
+            2.0,
+            jitter=lambda: random.uniform(0.5, 1.0),
+            patience_s=self._patience_s - waited_s,
+            clock=time.monotonic,
+        )
 
     def _raise_final(self, error: Exception, waited_s: float) -> None:
         """Raise what trying again will not mend; without the error's own pages of debug output."""
@@ -351,10 +354,7 @@ class ObjectStore:
 
     def _progress(self, count: int) -> None:
         self._count(down=count)
-        self._log(self._tracker.progress(time.monotonic()))
-
-    def _log(self, text: str) -> None:
-        if text:
+        if text := self._tracker.progress(time.monotonic()):
             idle.log.warning("%s", text)
 
 

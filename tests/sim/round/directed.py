@@ -538,6 +538,60 @@ def told_to_leave_while_its_round_is_decided(**broken: Any) -> Stage:
     return stage
 
 
+def resumed_in_another_world_after_a_leave(**broken: Any) -> Stage:
+    """Nobody of the world that it left is there for the rounds of its other fragments."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), every=1, **broken)
+    replicas = stage.start_all()
+    stage.run_to(3)
+    replicas[1].leave()
+    stage.run_until(lambda: bool(stage.oracle.rests), what="the first of its rows is committed")
+    stage.run_for(1.0)
+    for replica in stage.alive():
+        replica.kill()
+    stage.setup.world = 2
+    stage.start_all()
+    stage.run_to(stage.rounds + 4)
+    check(stage.oracle.stats["rests"] == 2, stage, "the other fragments are lost")
+    check(len(stage.members(stage.rounds - 1)) == 2, stage, "the new world is not in")
+    return stage
+
+
+def decided_in_the_instant_of_the_last_upload(**broken: Any) -> Stage:
+    """Two have seen the upload before the last, and decide when its replica has gone."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), **broken)
+    replicas = stage.start_all()
+    stage.run_to(3)
+    stage.on(0, "create", "manifest/00000003", stage.freeze(40))
+
+    def leave(task: Any) -> None:
+        stage.world.freeze(task, 30)
+        replicas[2].leave()
+
+    stage.on(1, "create", "manifest/00000003", leave)
+    stage.run_until(lambda: replicas[2].has_left, within=20, what="rank 2 has left")
+    check(stage.rounds == 3, stage, "round 3 was decided before")
+    stage.run_to(stage.rounds + 4)
+    check(stage.oracle.stats["carried over"] == 1, stage, "the other fragments are lost")
+    check(stage.oracle.stats["rests"] == 1, stage, "the last fragment is lost")
+    return stage
+
+
+def leaver_uploads_while_its_round_is_decided(**broken: Any) -> Stage:
+    """Those who decide have looked before: it counts in the next round, as late work does."""
+    stage = Stage(world=3, quorum=2, cells=(6,), **broken)
+    replicas = stage.start_all()
+    stage.run_to(4)
+    stage.on(2, "put", "upload/00000004", stage.freeze(14))
+    for rank in (0, 1):
+        stage.on(rank, "create", "manifest/00000004", stage.freeze(15))
+    replicas[2].leave()
+    stage.run_until(lambda: replicas[2].has_left, within=60, what="rank 2 has left")
+    stage.run_to(7)
+    check(2 not in stage.members(4), stage, "its upload was seen")
+    check(2 in stage.members(5), stage, "what it handed in is lost")
+    return stage
+
+
 def dropped_by_prepare(**broken: Any) -> Stage:
     """A replica that is far slower than the rounds are kept comes to be a member all the same."""
     stage = Stage(world=3, quorum=2, cells=(6,), every=2, keep=1, period_s=2.0, **broken)
@@ -617,6 +671,9 @@ DIRECTED = {
         leaver_hands_in_all_fragments,
         leaver_is_replaced_at_once,
         joiner_knows_who_has_left,
+        resumed_in_another_world_after_a_leave,
+        decided_in_the_instant_of_the_last_upload,
+        leaver_uploads_while_its_round_is_decided,
         all_leave_and_the_run_goes_on,
         leaves_and_comes_back,
         told_to_leave_while_its_round_is_decided,

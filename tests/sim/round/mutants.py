@@ -181,6 +181,24 @@ class DepartedForgotten(SimMachine):
         return missing
 
 
+class OtherWorldForgotten(SimMachine):
+    @property
+    def _terms(self) -> Any:
+        terms = super()._terms
+        same = tuple(each for each in terms.departed if each.layout == terms.layout)
+        return terms._replace(departed=same)
+
+
+class NothingCarriedOver(SimMachine):
+    def _look(self, headers: Any) -> Steps:
+        look = yield from super()._look(headers)
+        folder = f"upload/{self.round:08d}/"
+        for rank, found in list(look.there.items()):
+            if "+" in found.key or not found.key.startswith(folder):
+                del look.there[rank]
+        return look
+
+
 class NoRoundAtOpen(SimMachine):
     def _commit_handed_in(self) -> Steps:
         return
@@ -362,6 +380,8 @@ ONE_PROCESS = (
     Mutant("the first round does not wait", machine=FirstRoundDoesNotWait),
     Mutant("one fragment is handed in", machine=OneFragmentHandedIn),
     Mutant("a decided round is not taken before the rest", machine=DecidedRoundNotTaken),
+    Mutant("rests of another world are lost", machine=OtherWorldForgotten),
+    Mutant("late uploads of leavers are lost", machine=NothingCarriedOver),
     Mutant("who has left is forgotten at a join", machine=DepartedForgotten),
     Mutant("what all handed in waits for the next period", machine=NoRoundAtOpen),
     Mutant(
@@ -475,6 +495,8 @@ CAUGHT_BY: dict[str, int | str] = {
     "one fragment is handed in": "leaver_hands_in_all_fragments",
     "a decided round is not taken before the rest": "told_to_leave_while_its_round_is_decided",
     "who has left is forgotten at a join": "joiner_knows_who_has_left",
+    "rests of another world are lost": "resumed_in_another_world_after_a_leave",
+    "late uploads of leavers are lost": "decided_in_the_instant_of_the_last_upload",
     "what all handed in waits for the next period": "all_leave_and_the_run_goes_on",
     "the newest upload counts, not the one that was handed in": "leaves_and_comes_back",
     "who joins again trains first": "dropped_by_prepare",

@@ -8,7 +8,7 @@ import pytest
 from atoll.diloco import probe
 from atoll.diloco.model import ModelFragment, split
 from atoll.diloco.outer import Floats, OuterConfig, OuterRows
-from atoll.diloco.round.layout import Cut, Share
+from atoll.diloco.round.cells import Cut, Share
 
 SIZE = 1000
 

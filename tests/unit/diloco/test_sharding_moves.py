@@ -12,7 +12,7 @@ import torch
 
 from atoll.diloco import sharding
 from atoll.diloco.pinned import PinnedBuffer
-from atoll.diloco.round.layout import Cut, Share
+from atoll.diloco.round.cells import Cut, Share
 from atoll.diloco.sharding import Block, ParameterSpan, ValueExchange
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (4, 6, 2), "d": (1, 9)}

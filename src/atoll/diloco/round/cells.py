@@ -1,26 +1,48 @@
-"""Cells as bytes: a table with the length and checksum of each, and then the cells themselves.
+"""Cells: how the values of a run are cut, how they lie in objects, and how they are read.
 
-A table belongs to its place (a digest of the object's key and more), so bytes that were cut,
-changed, or made for another run, round, rank or place are refused. Any run of cells is one range.
+A fragment is one float32 vector. It is cut into cells, the least that is encoded and checked by
+itself; cell `t` belongs to shard `t % shards`. Process `q` of `P` carries cells `K*q//P` to
+`K*(q+1)//P` of the K cells of every shard, which is one span of the vector. The cut follows from
+size, world and codecs alone, so replicas of any number of processes read each other's objects.
+
+In an object, cells follow a table with their lengths and checksums. A table belongs to its place (a
+digest of the object's key and more), so bytes that were cut, changed, or made for another run,
+round, rank or place are refused. Any run of cells is one range.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import zlib
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import chain
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from copy import copy
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from atoll.core.errors import NotFound
 from atoll.diloco.codecs import Codec
-from atoll.diloco.packing import Vector
-from atoll.diloco.round.layout import offsets
+from atoll.diloco.packing import TensorSpec, Vector
+from atoll.diloco.round import objects
+from atoll.diloco.round.objects import Manifest, Member, digest, encode
 from atoll.objectstore import ObjectStore, RangeReader
 
+if TYPE_CHECKING:
+    from atoll.diloco.round.reduce import ReplicaValues
+
+# Values; a multiple of every codec's blocks, so that cells do not change what a codec makes.
+UNIT = 4096
+# Of a shard: its table is then 48 KiB. Cells are of 512 KiB up to 2 GiB a shard, so that buffers of
+# one cell a member stay small.
+MAX_CELLS = 4096
 Buffer = bytes | bytearray | memoryview
 
 _HEAD = struct.Struct("<4s16s")
@@ -32,6 +54,159 @@ MAX_BYTES_PER_VALUE, MAX_EXTRA_BYTES = 8, 4096
 # as fast as a CRC of all. A change shows unless it cancels out in the very same columns.
 _BLOCK_BYTES = 16 * 128 * 8
 _SUM_BYTES = 1 << 20  # at a time: the sums stay in the cache; a multiple of the block
+BLOCK = 1 << 16  # values; so many float64 sums stay in the cache
+_LARGEST = np.finfo(np.float32).max
+
+
+# -- The cut ---------------------------------------------------------------------------------------
+
+
+class RunLayout(msgspec.Struct, frozen=True, dict=True):
+    """What all replicas of a run must have alike: its digest is in every header.
+
+    `outer` names the outer rule and its settings, `names` the tensors of each fragment.
+    """
+
+    fragments: tuple[tuple[TensorSpec, ...], ...]
+    world: int
+    codec: str
+    mean_codec: str
+    outer: str = ""
+    names: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(encode(self))
+
+    def difference(self, other: RunLayout) -> str:
+        """One sentence on the first difference; tensors are compared first."""
+        for number, (ours, theirs) in enumerate(zip(self._tensors, other._tensors, strict=False)):
+            where = f" of fragment {number}" if len(self.fragments) > 1 else ""
+            for index, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+                if our != their:
+                    return f"tensor {index}{where} is {their} there and {our} here"
+            if len(ours) != len(theirs):
+                return f"{len(theirs)} tensors{where} there and {len(ours)} here"
+        if len(self.fragments) != len(other.fragments):
+            return f"{len(other.fragments)} fragments there and {len(self.fragments)} here"
+        for field in ("world", "codec", "mean_codec", "outer"):
+            our_value, their_value = getattr(self, field), getattr(other, field)
+            if our_value != their_value:
+                return f"{field} is {their_value!r} there and {our_value!r} here"
+        return "nothing differs"
+
+    @property
+    def _tensors(self) -> list[list[str]]:
+        """Each tensor by its name, if it has one, and what it is."""
+        names = self.names or [[""] * len(each) for each in self.fragments]
+        return [
+            [f"{name} {spec}".strip() for name, spec in zip(*each, strict=True)]
+            for each in zip(names, self.fragments, strict=True)
+        ]
+
+
+class Cut:
+    """The cells of one fragment of `size` values, dealt to `shards` in turn.
+
+    A manifest says what its round was cut into, so that a replica of another world reads it.
+    """
+
+    def __init__(self, size: int, shards: int, cells: int) -> None:
+        self.size, self.shards, self.cells = size, shards, cells
+        self.per_shard = cells // shards
+
+    @classmethod
+    def of(cls, size: int, world: int, codecs: Sequence[Codec]) -> Cut:
+        """That of the rounds of a run."""
+        return cls(size, world, world * cells_per_shard(size // world, codecs))
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Where each cell begins in the vector, and at last where it ends."""
+        unit = UNIT if self.size >= self.cells * UNIT else 1
+        units = -(-self.size // unit)
+        return [min(self.size, units * cell // self.cells * unit) for cell in range(self.cells + 1)]
+
+    def size_of(self, cell: int) -> int:
+        return self.bounds[cell + 1] - self.bounds[cell]
+
+    def span(self, shard: int, process: int = 0, processes: int = 1) -> range:
+        """The cells of a shard that a process carries: as `Manifest.span` has it."""
+        count = self.per_shard
+        first, stop = count * process // processes, count * (process + 1) // processes
+        return range(shard, self.cells, self.shards)[first:stop]
+
+
+def cells_per_shard(shard_size: int, codecs: Sequence[Codec]) -> int:
+    """Enough cells for many processes; each so large that its head and table row do not count."""
+    count = max(1, min(MAX_CELLS, shard_size // (32 * UNIT)))
+    if any(codec.name.startswith("sparse") for codec in codecs):  # sends a few bytes of a unit
+        return max(1, min(MAX_CELLS, shard_size // (64 * UNIT)))
+    if not all(codec.is_exact for codec in codecs):
+        return max(count, min(16, shard_size // (4 * UNIT)))
+    # One for each of eight processes: a cell takes each reader 6 µs beside its bytes.
+    return max(count, min(8, shard_size // (2 * UNIT)), min(4, shard_size // 64))
+
+
+class Share:
+    """What process `process` of `processes` carries of a fragment: one span, kept as one row."""
+
+    def __init__(self, cut: Cut, process: int = 0, processes: int = 1) -> None:
+        self.cut = cut
+        self.process, self.processes = process, processes
+        first = cut.per_shard * process // processes
+        stop = cut.per_shard * (process + 1) // processes
+        self.cells = range(cut.shards * first, cut.shards * stop)
+        self.start, self.stop = cut.bounds[self.cells.start], cut.bounds[self.cells.stop]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def view(self, shards: int, cells: int) -> Share:
+        """The same span in another cut, of whose cells it may hold parts."""
+        if (shards, cells) == (self.cut.shards, self.cut.cells):
+            return self
+        share = copy(self)
+        share.cut = cut = Cut(self.cut.size, shards, cells)
+        # Cells without values at its ends are its own, too: somebody has to carry each.
+        first = bisect_left(cut.bounds, self.start)
+        stop = bisect_right(cut.bounds, self.stop) - 1
+        first -= cut.bounds[first] > self.start
+        stop += cut.bounds[stop] < self.stop
+        share.cells = range(first, min(stop, cells))
+        return share
+
+    def cells_of(self, shard: int) -> range:
+        """The cells of a shard in this share."""
+        shards = self.cut.shards
+        first = self.cells.start + (shard - self.cells.start) % shards
+        return range(first, max(first, self.cells.stop), shards)
+
+    def slice_of(self, cell: int) -> slice:
+        """Where what is carried of a cell lies in the row."""
+        part = self.part_of(cell)
+        first = self.cut.bounds[cell] - self.start
+        return slice(first + part.start, first + part.stop)
+
+    def part_of(self, cell: int) -> slice:
+        """What of a cell is carried."""
+        first, stop = self.cut.bounds[cell : cell + 2]
+        return slice(max(first, self.start) - first, min(stop, self.stop) - first)
+
+
+def overlap(ours: range, theirs: range) -> range:
+    """The cells in both; each is a run of cells of the same shard."""
+    start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+    return range(start, max(start, stop), ours.step)
+
+
+def offsets(lengths: Sequence[int]) -> list[int]:
+    """Where each of some parts begins that follow each other, and at last where they end."""
+    return list(accumulate(lengths, initial=0))
+
+
+# -- Bytes ----------------------------------------------------------------------------------------
 
 
 class Damaged(ValueError):
@@ -212,3 +387,246 @@ class CellReader:
         if checksum(data) != self.open().checksums[self._at]:
             raise Damaged("the checksum of a cell does not match")
         self._at += 1
+
+
+# -- What members bring ---------------------------------------------------------------------------
+
+
+class BadInput(Exception):
+    """The upload of this rank cannot be used."""
+
+    def __init__(self, rank: int, reason: str, *, is_missing: bool) -> None:
+        super().__init__(reason)
+        self.rank, self.is_missing = rank, is_missing
+
+
+class MemberInputs:
+    """The values of some members for some cells of a shard, in the members' order."""
+
+    def __init__(
+        self,
+        values: ReplicaValues,
+        manifest: Manifest,
+        name: str,
+        members: Sequence[Member],
+        numbers: range,
+        *,
+        is_memory: bool = True,
+    ) -> None:
+        self._values = values
+        self._fragment = fragment = values.fragment(manifest.round)
+        self._members, self._numbers = members, numbers
+        self._reads: list[Future[None]] = []
+        self._cut = cut = values.share(manifest).cut
+        largest = max(map(cut.size_of, numbers), default=0)
+        is_carried = is_memory and all(each in fragment.share.cells for each in numbers)
+        is_here = is_carried and name not in fragment.overwritten
+        codec, _ = values.codecs(manifest)
+        self._readers = {
+            member.rank: _MemberReader(values, codec, cut, member, numbers)
+            for member in members
+            if not (is_here and member.upload in fragment.uploads)
+        }
+        # Over a network all members are asked at once, and the next cell while one is added.
+        self._is_ahead = bool(self._readers) and not values.store.is_folder
+        rows = 2 * len(self._readers) if self._is_ahead else min(1, len(self._readers))
+        self._buffers = [np.empty(largest, np.float32) for _ in range(rows)]
+
+    def __enter__(self) -> MemberInputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for read in self._reads:  # one that went on would write into memory that others have
+            read.cancel()
+            if not read.cancelled():
+                read.exception()
+        for reader in self._readers.values():
+            reader.close()
+
+    def cells(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        """Each cell, and the members' values of it. Raises BadInput, there or while they come."""
+        return self._cells_ahead() if self._is_ahead else self._cells_in_turn()
+
+    def _own(self, cell: int) -> Vector:
+        return self._values.own_cell(self._fragment, cell)
+
+    def _cells_in_turn(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        """A file is read when it is added, so it is in the cache, and takes one row of memory."""
+
+        def read(cell: int) -> Iterator[Vector]:
+            size = self._cut.size_of(cell)
+            for member in self._members:
+                reader = self._readers.get(member.rank)
+                if reader is None:
+                    yield self._own(cell)
+                else:
+                    out = self._buffers[0][:size]
+                    reader.read(cell, out)
+                    yield out
+
+        for cell in self._numbers:
+            yield cell, read(cell)
+
+    def _cells_ahead(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        ranks, cut = list(self._readers), self._cut
+
+        def begin(turn: int) -> dict[int, Vector]:
+            cell, first = self._numbers[turn], turn % 2 * len(ranks)
+            size = cut.size_of(cell)
+            rows = {rank: self._buffers[first + at][:size] for at, rank in enumerate(ranks)}
+            self._reads = [
+                self._values.pool.submit(self._readers[rank].read, cell, rows[rank])
+                for rank in ranks
+            ]
+            return rows
+
+        rows = begin(0) if self._numbers else {}
+        for turn, cell in enumerate(self._numbers):
+            for read in self._reads:
+                read.result()
+            ready = rows
+            if turn + 1 < len(self._numbers):
+                rows = begin(turn + 1)
+            yield (
+                cell,
+                iter(
+                    ready[member.rank] if member.rank in ready else self._own(cell)
+                    for member in self._members
+                ),
+            )
+
+
+class _MemberReader:
+    """The cells of one member's upload, which may lie in the parts of several processes."""
+
+    def __init__(
+        self, values: ReplicaValues, codec: Codec, cut: Cut, member: Member, numbers: range
+    ) -> None:
+        self._codec, self._rank = codec, member.rank
+        self._parts: list[tuple[range, CellReader]] = []
+        if not numbers:
+            return
+        shard = numbers[0] % cut.shards
+        for process in range(member.processes):
+            theirs = cut.span(shard, process, member.processes)
+            common = overlap(numbers, theirs)
+            if not common:
+                continue
+            key = member.upload
+            if member.processes > 1:
+                key = objects.part_key(key, process)
+            lengths = _section_lengths(codec, cut, member, process)
+            starts = offsets(lengths)
+            first = theirs.index(common.start)
+            self._parts.append(
+                (
+                    common,
+                    CellReader(
+                        *(values.store, values.key(key), place_of(key, str(shard))),
+                        *(len(theirs), slice(first, first + len(common))),
+                        *(starts[shard], starts[shard + 1]),
+                    ),
+                )
+            )
+
+    def read(self, cell: int, out: Vector) -> None:
+        try:
+            for numbers, reader in self._parts:
+                if cell in numbers:
+                    reader.read(self._codec, out)
+                    return
+        except NotFound as problem:
+            raise BadInput(self._rank, str(problem), is_missing=True) from None
+        except Damaged as problem:
+            raise BadInput(self._rank, str(problem), is_missing=False) from None
+        raise BadInput(self._rank, f"no process carries cell {cell}", is_missing=False)
+
+    def close(self) -> None:
+        for _, reader in self._parts:
+            reader.close()
+
+
+def _section_lengths(codec: Codec, cut: Cut, member: Member, process: int) -> list[int]:
+    """How long the section of each shard is in an upload, or in the part of one process."""
+    if not is_plain(codec):
+        sections = member.sections[process] if process < len(member.sections) else ()
+        return [*sections, *[0] * (cut.shards - len(sections))][: cut.shards]
+    lengths = []
+    for shard in range(cut.shards):
+        numbers = cut.span(shard, process, member.processes)
+        size = 4 * sum(map(cut.size_of, numbers))
+        lengths.append(table_size(len(numbers)) + size if numbers else 0)
+    return lengths
+
+
+class WeightedMean:
+    """The weighted mean, summed in float64 in the order of the parts and rounded once.
+
+    It is within one unit in the last place of the true mean. That of nothing is zero.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        is_alike = all(weight == weights[0] for weight in weights)
+        # Scaled by a power of two, which changes no bits of the mean: the sum of huge weights would
+        # be infinite, that of tiny ones 0.
+        _, exponent = math.frexp(max(weights, default=1.0))
+        self._factors = [1.0 if is_alike else math.ldexp(w, -exponent) for w in weights]
+        self._total = sum(self._factors)
+        # That of a power of two is exact, so the product has the bits of the quotient, in a quarter
+        # of its time.
+        self._inverse = 1 / self._total if math.frexp(self._total)[0] == 0.5 else None
+        self._sums, self._term = (np.empty(0, np.float64) for _ in range(2))
+
+    def write(self, parts: Iterator[Vector], out: Vector) -> None:
+        """`out`, which may be one of the parts, holds their mean; parts are summed as they come."""
+        if not self._factors:
+            out.fill(0)
+            return
+        if self._sums.size < out.size:
+            self._sums = np.empty(out.size, np.float64)
+        sums = self._sums[: out.size]
+        with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN
+            for index, (part, factor) in enumerate(zip(parts, self._factors, strict=True)):
+                if not index:
+                    np.copyto(sums, part)
+                    if factor != 1.0:
+                        np.multiply(sums, factor, out=sums)
+                else:
+                    np.add(sums, part if factor == 1.0 else self._scaled(part, factor), out=sums)
+            if self._inverse is None:
+                np.divide(sums, self._total, out=sums)
+            elif self._inverse != 1.0:
+                np.multiply(sums, self._inverse, out=sums)
+            np.copyto(out, sums, casting="same_kind")
+
+    def _scaled(self, part: Vector, factor: float) -> NDArray[np.float64]:
+        if self._term.size < part.size:
+            self._term = np.empty(part.size, np.float64)
+        return np.multiply(part, factor, out=self._term[: part.size], dtype=np.float64)
+
+
+def add_to_row(row: Vector, values: Vector) -> None:
+    """Add in place. A sum of finite values beyond the largest float is that float."""
+    for start in range(0, row.size, BLOCK):
+        part = row[start : start + BLOCK]
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = part + values[start : start + BLOCK]
+        is_over = np.isinf(total)
+        if is_over.any():
+            is_over &= np.isfinite(part)
+            total[is_over] = np.copysign(_LARGEST, total[is_over])
+        part[:] = total
+
+
+def add_scaled(row: Vector, rounding: Vector, factor: float) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = rounding * np.float32(factor)
+    zero_infinite(scaled)
+    add_to_row(row, scaled)
+
+
+def zero_infinite(residual: Vector) -> None:
+    """Infinity and NaN would stay in a residual for ever."""
+    is_number = np.isfinite(residual)
+    if not is_number.all():
+        residual[~is_number] = 0

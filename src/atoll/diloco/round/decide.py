@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from atoll.core.errors import BelowMinimumWorld
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, InvalidClaim, Ledger, commit
 from atoll.diloco.round import objects
@@ -18,6 +19,7 @@ from atoll.diloco.round.objects import (
     Manifest,
     Member,
     Refusal,
+    Rest,
     UploadHeader,
 )
 
@@ -27,8 +29,9 @@ HEAVIEST = 100  # times the lower median: a weight beyond it is a mistake of its
 class Terms(NamedTuple):
     """What an upload has to agree with: the deciding replica's own state.
 
-    `departed`: who left in one of the last rounds, and brings more to this one. `sums`: what the
-    replica says of its settings. `opened`: since when it is here, by the store's time.
+    `cells` of each fragment. `departed`: what those who left bring to this round and later ones.
+    `sums`: what the replica says of its settings. `opened`: since when it is here, by the store's
+    time.
     """
 
     round: int
@@ -36,6 +39,7 @@ class Terms(NamedTuple):
     layout: str
     world: int
     ledger: Ledger | None
+    cells: tuple[int, ...] = (1,)
     departed: tuple[Departed, ...] = ()
     sums: Mapping[str, str] = {}
     opened: float = 0.0
@@ -141,11 +145,16 @@ def examine(
             look.has_later = True
         elif name.round == terms.round - 1 and name.rank not in members:
             look.late.add(name.rank)
-        header = headers.get(key) if name.round == terms.round else None
+        header = headers.get(key) if name.round <= terms.round else None
         if header is None:
             continue
         found = Candidate(key, time, header)
-        reason = find_fault(header, terms)
+        if name.round < terms.round:
+            later = carry_over(found, terms, last)
+            if later is None:
+                continue
+            found = later
+        reason = find_fault(found.header, terms)
         if reason:
             refused.append((found, reason))
             continue
@@ -160,6 +169,54 @@ def examine(
         if each.header.chain == terms.chain and find_difference(each.header, terms)
     ]
     return look
+
+
+def find_left_over(
+    listing: Iterable[tuple[str, float]], round: int, last: Manifest | None
+) -> list[str]:
+    """Uploads to the last round that it did not take: those of one that leaves count in this."""
+    if last is None:
+        return []
+    uploads = {each.upload for each in last.members} | {each.upload for each in last.refused}
+    names = ((key, objects.parse_upload(key)) for key, _ in listing)
+    return [key for key, name in names if name and name.round == round - 1 and key not in uploads]
+
+
+def carry_over(found: Candidate, terms: Terms, last: Manifest | None) -> Candidate | None:
+    """What one that leaves brought to the last round, decided in that moment without its upload.
+
+    As a late row goes with the next upload of its replica, the rows go with the next rounds of
+    their fragments. None: the replica has not left, or another one of its rank was in.
+    """
+    key, time, header = found
+    if last is None or header.chain != last.chain or not header.is_leaving:
+        return None
+    rows, member = list(header.rest), last.member(header.rank)
+    if member is None or member.is_rest:
+        cells = terms.cells[last.round % len(terms.cells)]
+        rows.append(Rest(key, header.weight, cells, header.sections))
+    else:
+        # The same row was in it, by an earlier upload of this start that had no others with it.
+        name = objects.parse_upload(member.upload)
+        if name is None or name.nonce != header.nonce or member.rest:
+            return None
+        header = msgspec.structs.replace(
+            header,
+            steps=max(0, header.steps - member.steps),
+            tokens=max(0.0, header.tokens - member.tokens),
+            claim=ranges.minus(header.claim, member.claim),
+        )
+    if not any(row.weight for row in rows):
+        return None
+    first, *more = rows
+    header = msgspec.structs.replace(
+        header,
+        chain=terms.chain,
+        weight=first.weight,
+        sections=first.sections,
+        rest=tuple(more),
+    )
+    return Candidate(first.upload, time, header)
 
 
 def _precedence(found: Candidate) -> tuple[bool, float, str]:
@@ -187,6 +244,8 @@ def find_fault(header: UploadHeader, terms: Terms) -> str:
         return difference
     if header.chain != terms.chain:
         return "it comes from another state: the replica was outdated"
+    if not header.claim:
+        return ""
     hold = terms.ledger.hold_of(header.rank) if terms.ledger else header.claim
     if not ranges.is_well_formed(header.claim) or not ranges.is_inside(header.claim, hold):
         return "it claims data that its rank does not hold"
@@ -228,11 +287,13 @@ def decide_manifest(
     return Decision(tuple(sorted(there)), tuple(missing), has_quorum, needs)
 
 
-def sort_absent(look: Look, missing: Collection[int]) -> dict[str, set[int]]:
-    """Why ranks are not in a round that has no quorum."""
+def make_below_minimum(
+    look: Look, decision: Decision, round: int, timeout_s: float
+) -> BelowMinimumWorld:
+    """The error of a round that has no quorum: it says why ranks are not there."""
     refused = {each.rank: each.reason for each in look.refused}
     groups = {
-        "missing": {*missing} - {*refused},
+        "missing": {*decision.missing} - {*refused},
         "finished": set[int](),
         "failed": set[int](),
         "left": set[int](),
@@ -243,7 +304,15 @@ def sort_absent(look: Look, missing: Collection[int]) -> dict[str, set[int]]:
             groups[names[how]].add(rank)
     for rank, reason in refused.items():
         groups.setdefault(f"refused, as {reason}", set()).add(rank)
-    return groups
+    reasons = "".join(f"; {why}: ranks {sorted(who)}" for why, who in groups.items() if who)
+    there, needs = len(look.there), decision.needs
+    return BelowMinimumWorld(
+        f"round {round}: {there} of at least {needs} ranks uploaded within {timeout_s:g} s"
+        f"{reasons}",
+        ready=there,
+        required_min=needs,
+        timeout=timeout_s,
+    )
 
 
 def make_manifest(
@@ -259,28 +328,38 @@ def make_manifest(
     """
     assert decision.ranks is not None
     ranks, refused = list(decision.ranks), list(look.refused)
+    rests = find_rests(terms)
+    cut = next((each for each in rests if each.layout != terms.layout), None)
+    if cut is not None:  # values of two cuts do not go into one mean: all others are late
+        ranks, rests = [], [each for each in rests if each.layout == cut.layout]
     for reason, rank in _find_conflicts(look, ranks, terms):
         ranks.remove(rank)
         refused.append(Refusal(rank, look.there[rank].key, reason))
-    found = {each.rank: each for each in find_rests(terms)}
+    found = {each.member.rank: each.member for each in rests}
     found |= {rank: _make_member(look, rank) for rank in ranks if rank not in found}
     weights = cap_weights({rank: member.weight for rank, member in found.items()})
     times = look.times
+    is_direct = (
+        config.has_direct
+        and len(found) <= 2
+        # What lies in the folder of another round is swept with that.
+        and all(objects.parse_round(each.upload) == terms.round for each in found.values())
+    )
     return Manifest(
         round=terms.round,
         chain=terms.chain,
         layout=terms.layout,
-        plan="direct" if config.has_direct and len(found) <= 2 else "flat",
-        shards=config.shards,
-        cells=config.cells[terms.round % len(config.cells)],
+        plan="direct" if is_direct else "flat",
+        shards=cut.shards if cut else config.shards,
+        cells=cut.cells if cut else config.cells[terms.round % len(config.cells)],
         world=terms.world,
         members=tuple(
             msgspec.structs.replace(found[rank], weight=weights[rank]) for rank in sorted(found)
         ),
         fragments=len(config.cells),
         size=config.sizes[terms.round % len(config.cells)] if config.sizes else 0,
-        codec=config.codec,
-        mean_codec=config.mean_codec,
+        codec=cut.codec if cut else config.codec,
+        mean_codec=cut.mean_codec if cut else config.mean_codec,
         data=None if terms.ledger is None else terms.ledger.terms,
         missing=decision.missing,
         refused=tuple(refused),
@@ -289,40 +368,32 @@ def make_manifest(
     )
 
 
-def find_rests(terms: Terms) -> list[Member]:
-    """What those who left bring to this round. What was cut by another layout is lost."""
-    found = []
-    for round, layout, member in map(msgspec.structs.astuple, terms.departed):
-        ahead = terms.round - round
-        if layout != terms.layout or not 0 < ahead <= len(member.rest):
-            continue
-        rest = member.rest[ahead - 1]
-        if rest.weight:
-            found.append(
-                Member(
-                    rank=member.rank,
-                    upload=objects.rest_key(member.upload, ahead),
-                    weight=rest.weight,
-                    processes=member.processes,
-                    sections=rest.sections,
-                    has_left=True,
-                )
-            )
-    return found
+def find_rests(terms: Terms) -> list[Departed]:
+    """What those who left bring to this round."""
+    return [each for each in terms.departed if each.round == terms.round]
 
 
 def fold_departed(departed: Iterable[Departed], manifest: Manifest) -> tuple[Departed, ...]:
-    """Who brings something to a round after this one."""
-    left = [
-        Departed(manifest.round, manifest.layout, member)
+    """What those who left bring to the rounds after this one."""
+    left = (
+        Departed(
+            manifest.round + ahead,
+            Member(
+                rank=member.rank,
+                upload=rest.upload,
+                weight=rest.weight,
+                processes=member.processes,
+                sections=rest.sections,
+                has_left=True,
+                is_rest=True,
+            ),
+            *(manifest.layout, manifest.shards, rest.cells, manifest.codec, manifest.mean_codec),
+        )
         for member in manifest.members
-        if member.rest
-    ]
-    return tuple(
-        each
-        for each in (*departed, *left)
-        if manifest.round + 1 - each.round <= len(each.member.rest)
+        for ahead, rest in enumerate(member.rest, 1)
+        if rest.weight
     )
+    return tuple(each for each in (*departed, *left) if each.round > manifest.round)
 
 
 def _make_member(look: Look, rank: int) -> Member:

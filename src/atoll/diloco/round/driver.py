@@ -28,17 +28,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from atoll.agent.stacks import request_all
-from atoll.core.errors import BackendError, NotFound
+from atoll.core.errors import BackendError
 from atoll.diloco.data.ledger import Ledger, Terms
-from atoll.diloco.pool import each
 from atoll.diloco.round import effects as fx
 from atoll.diloco.round import objects
-from atoll.diloco.round.layout import RunLayout
+from atoll.diloco.round.cells import RunLayout
 from atoll.diloco.round.objects import DIRECT, DamagedObject, Manifest, Outcome, Receipt
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.pieces import check_same, load_pieces, save_piece
 from atoll.diloco.round.protocol import RoundMachine
-from atoll.diloco.round.reduce import ReplicaValues, read_tail
+from atoll.diloco.round.reduce import ReplicaValues, each, read_tail
 from atoll.diloco.round.replica_group import (
     GroupLost,
     ReplicaGroup,
@@ -136,7 +135,8 @@ class RoundDriver:
         self._adopt = adopt
         self.state = fx.RunState()  # after the last call, in every process
         self._memory = _RecordedMemory(values)
-        self.machine = RoundMachine(config, self._memory, pace, ledger)
+        memory = values if self.group.processes == 1 else self._memory
+        self.machine = RoundMachine(config, memory, pace, ledger)
         self._store, self._pool = values.store, values.pool
         self._sizes: dict[str, int] = {}  # of uploads, as listed
         self._is_leaving = False
@@ -215,9 +215,9 @@ class RoundDriver:
     def _end_call(self, word: Word, problem: BaseException | None) -> None:
         """The last word of a call: all return or raise alike."""
         self.state = self.machine.state
-        calls = self._memory.take_calls()
         if self.group.processes == 1 or isinstance(problem, GroupLost):
             return
+        calls = self._memory.take_calls()
         try:
             self.group.broadcast_from_leader(word._replace(calls=calls, state=self.state))
         except GroupLost:
@@ -371,10 +371,8 @@ class RoundDriver:
         return each(self._pool, get, keys, 1 if self._store.is_folder else None)
 
     def _get(self, key: str) -> bytes | None:
-        try:
-            return bytes(self._store.get(self.values.key(key), max_bytes=MAX_SMALL_BYTES))
-        except NotFound:
-            return None
+        body = self._store.find(self.values.key(key), max_bytes=MAX_SMALL_BYTES)
+        return None if body is None else bytes(body)
 
     def _list(self, prefix: str, after: str) -> list[tuple[str, float]]:
         first = len(self.values.prefix)

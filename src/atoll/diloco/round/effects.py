@@ -9,11 +9,11 @@ Nothing here waits, and nothing knows a client, a thread or numpy.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, DistributedError, ValidationError
 from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round.objects import ZERO, Checkpoint, Manifest, Outcome, UploadHeader
@@ -31,40 +31,12 @@ class StoreIgnoresConditions(AtollError):
     """The store overwrites an object that was to be created only if it was not there."""
 
 
-class BelowMinimum(AtollError):
-    """Too few replicas came to a round until its timeout. `run(None)` waits on."""
-
-    def __init__(
-        self,
-        round: int,
-        there: int,
-        needs: int,
-        timeout_s: float,
-        groups: Mapping[str, Iterable[int]],
-    ) -> None:
-        """`groups`: why ranks are not there, with their numbers."""
-        reasons = "".join(f"; {why}: ranks {sorted(who)}" for why, who in groups.items() if who)
-        super().__init__(
-            f"round {round}: {there} of at least {needs} ranks uploaded within {timeout_s:g} s"
-            f"{reasons}"
-        )
-        self.there, self.needs = there, needs
+class UnlikeUpload(ValidationError):
+    """Replicas of one run have other settings."""
 
 
-class UnlikeUpload(AtollError):
-    """Replicas of one run have other settings. `rank` is whose upload cannot be in a round."""
-
-    def __init__(self, rank: int, reason: str, header: UploadHeader | None = None) -> None:
-        super().__init__(f"the upload of rank {rank} cannot be in the round: {reason}")
-        self.rank, self.reason, self.header = rank, reason, header
-
-
-class Stuck(AtollError):
+class Stuck(DistributedError):
     """An object that the run needs did not come, or is damaged, until the timeout."""
-
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key} {reason}")
-        self.key = key
 
 
 # -- Calls of the machine -------------------------------------------------------------------------
@@ -204,7 +176,7 @@ FOREIGN = Outcome("foreign")  # the mean is not one that this replica can go on 
 class Upload:
     """Encode the row of the fragment `round % fragments` and store it whole under `key`.
 
-    Before it, the rows of the header's `rest`, each under its `rest_key`. The driver fills in all
+    Before it, the rows of the header's `rest`, each under its own key. The driver fills in all
     `sections`. With several processes: parts, gather, and then the header by the leader. Answer:
     the header as it is stored.
     """
@@ -279,7 +251,6 @@ Effect = (
     | SaveCheckpoint
     | LoadCheckpoint
 )
-VALUE_EFFECTS = (Upload, MakeMeans, ApplyMeans, SaveCheckpoint, LoadCheckpoint)
 
 # A part of the machine: it yields effects, is sent their answers and returns an R.
 Steps = Generator[Effect, Any, R]

@@ -21,6 +21,7 @@ class Taken(NamedTuple):
     """What the sweeper knows of the run: it has taken all rounds before `round`.
 
     `chains` and `plans` are of the rounds since it joined. `block`: rounds in an object of history.
+    `needed`: the uploads of this round and later ones are brought to rounds that come.
     """
 
     round: int
@@ -28,6 +29,7 @@ class Taken(NamedTuple):
     block: int
     chains: Mapping[int, str]
     plans: Mapping[int, str]
+    needed: int
 
 
 class Swept(NamedTuple):
@@ -40,13 +42,11 @@ def sweep_uploads(taken: Taken, covered: int) -> Steps[None]:
 
     A direct round has no means: its uploads stay until a checkpoint covers them.
     """
+    first = min(taken.round - taken.keep, taken.needed)
     for folder in ("upload", "part"):  # an upload without its parts would be waited for
         yield from _delete(
             folder,
-            lambda round: (
-                round < taken.round - taken.keep
-                and (round < covered or taken.plans.get(round) == FLAT)
-            ),
+            lambda round: round < first and (round < covered or taken.plans.get(round) == FLAT),
         )
 
 

@@ -177,9 +177,11 @@ Sections = tuple[tuple[Count, ...], ...]  # bytes, by process and shard
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """What one that leaves brings to a round that comes later."""
+    """What one that leaves brings to a round that comes later: a row, cut into `cells`."""
 
+    upload: str
     weight: Weight
+    cells: Count
     sections: Sections = ()
 
 
@@ -213,7 +215,11 @@ class UploadHeader(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A replica in a round. `has_left`: its upload counts, but it owns no shard."""
+    """A replica in a round. `has_left`: its upload counts, but it owns no shard.
+
+    `rest`: what it brings to the next rounds, one after the other. `is_rest`: it is such a one; an
+    earlier manifest has committed it, and what it says of data.
+    """
 
     rank: Rank
     upload: str
@@ -228,19 +234,19 @@ class Member(msgspec.Struct, frozen=True):
     sums: dict[str, str] = {}
     has_left: bool = False
     rest: tuple[Rest, ...] = ()
-
-    @property
-    def is_rest(self) -> bool:
-        """Whether it left in an earlier round, whose manifest has committed this upload, too."""
-        return "+" in self.upload
+    is_rest: bool = False
 
 
 class Departed(msgspec.Struct, frozen=True):
-    """A member that left in `round`, and what it brings to later ones. Part of a run's state."""
+    """What one that left brings to `round`, in the cut of its world. Part of a run's state."""
 
     round: Round
-    layout: Digest
     member: Member
+    layout: Digest
+    shards: Count
+    cells: Count
+    codec: str
+    mean_codec: str
 
 
 class Refusal(msgspec.Struct, frozen=True):

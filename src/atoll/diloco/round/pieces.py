@@ -20,8 +20,7 @@ from atoll.core.model import json_decoder
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import Vector
 from atoll.diloco.round import cells as wire
-from atoll.diloco.round.cells import Buffer, CellReader, Damaged
-from atoll.diloco.round.layout import RunLayout
+from atoll.diloco.round.cells import Buffer, CellReader, Damaged, RunLayout
 from atoll.diloco.round.objects import Checkpoint, piece_key
 from atoll.diloco.round.reduce import Fragment
 from atoll.objectstore import ObjectStore, RangeReader

@@ -8,8 +8,12 @@ generators of effects. What the store fails to do is thrown into them; the next 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from atoll.core.errors import BelowMinimumWorld
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Ledger
@@ -24,7 +28,6 @@ from atoll.diloco.round.effects import (
     LEFT,
     MEMBER,
     ApplyMeans,
-    BelowMinimum,
     Create,
     Delete,
     EndMark,
@@ -159,7 +162,7 @@ class RoundMachine:
                 self._is_deserted or (yield from self._look({})).has_leaving
             ):
                 yield from self._run(self._make_empty_offer())
-        except BelowMinimum as reason:
+        except BelowMinimumWorld as reason:
             yield Log(f"what was handed in is not committed yet: {reason}")
 
     @property
@@ -207,6 +210,12 @@ class RoundMachine:
         return result if result.fate == LEFT else self._result(DROPPED)
 
     def _run(self, offer: Offer | None) -> Steps[RoundResult]:
+        rows = self._handing_in
+        if rows is not None:  # an earlier call has failed in the midst of it
+            if offer is not None:
+                rows.left[self.round % len(self.config.cells)] = offer.weight * offer.is_finite
+                rows.offer = _merge(rows.offer, offer)
+            return (yield from self.hand_in(None, ()))
         if offer is not None:
             self._take_offer(offer)
         try:
@@ -218,14 +227,15 @@ class RoundMachine:
             fate = yield from self._complete(manifest)
         except _Leave:
             if len(self.config.cells) == 1:  # else the other fragments are handed in before it goes
-                yield from self.leave(objects.LEFT)
+                assert self.offer is not None
+                return (yield from self.hand_in(None, (self.offer.weight,)))
             return self._result(LEFT)
         except _Behind as reason:
             yield from self._join(str(reason))
             return self._result(DROPPED)
         yield from self._tidy(manifest)
         if refusal and not self._is_established:
-            raise UnlikeUpload(self.config.rank, f"{refusal} (there: this replica)")
+            raise self._make_unlike(self.config.rank, f"{refusal} (there: this replica)")
         return self._result(fate)
 
     def hand_in(self, offer: Offer | None, weights: tuple[float, ...]) -> Steps[RoundResult]:
@@ -233,14 +243,15 @@ class RoundMachine:
 
         The round of the first of them commits the others, too: the members of the next rounds take
         them in. If the round is decided already, it is taken before, and the next one is brought
-        what is left. `offer` says what came since the one that is pending, if there is one. Called
-        again after an error, it goes on.
+        what is left. It is looked at once more when all is stored, and whoever decides without
+        that from then on finds it in the next round. `offer` says what came since the one that is
+        pending, if there is one. Called again after an error, it goes on.
         """
-        offer = offer or Offer(0.0, 0)
+        offer, count = offer or Offer(0.0, 0), len(self.config.cells)
         if self._handing_in is None:
             left = {at: weight * offer.is_finite for at, weight in enumerate(weights)}
             if self.offer is not None:
-                left[self.round % len(weights)] = self.offer.weight
+                left[self.round % count] = self.offer.weight
                 offer = _merge(self.offer, offer)
             self._handing_in = _HandingIn(offer, left)
         self.is_leaving, rows = True, self._handing_in
@@ -249,15 +260,23 @@ class RoundMachine:
             while any(rows.left.values()) and not self.needs_join:
                 manifest = (yield from self._read_manifest(self.round)) if self.uploads else None
                 if manifest is None and is_stored:
-                    break
+                    return self._result(LEFT)
                 if manifest is None:
-                    yield from self._hand_in_rows(rows)
+                    is_there = self.header is not None and count == 1
+                    if not is_there:
+                        yield from self._hand_in_rows(rows)
+                    yield from self.leave(objects.LEFT)
+                    if self.header is not None and not self.header.is_leaving:
+                        # Nobody carries it over: one who had looked before it was stored decides.
+                        yield Sleep(STAGGER_S)
                     is_stored = True
                     continue
                 member = manifest.member(self.config.rank)
-                if member and member.upload in self.uploads and (member.rest or len(weights) == 1):
-                    break
-                fragment, is_stored = self.round % len(weights), False
+                if member and self.config.nonce in member.upload:
+                    is_early = member.upload not in self.uploads  # of a round before: of all rows
+                    if is_early or member.rest or count == 1:
+                        break
+                fragment, is_stored = self.round % count, False
                 fate = yield from self._complete(manifest)
                 if fate == DROPPED:
                     break
@@ -267,6 +286,7 @@ class RoundMachine:
         except _Behind as reason:
             yield Log(f"rank {self.config.rank} leaves, and what it had is dropped: {reason}")
             self._drop()
+            rows.left.clear()
         yield from self.leave(objects.LEFT)
         return self._result(LEFT)
 
@@ -326,7 +346,7 @@ class RoundMachine:
                 missing = str(again)
                 self._drop()
             if self._now - started > self.config.timeout_s:
-                raise Stuck("checkpoint/", f"cannot be joined: {missing}")
+                raise Stuck(f"checkpoint/ cannot be joined: {missing}")
             yield from self._sleep(self.pace.pause_s(self._now - started))
 
     def _drop(self) -> None:
@@ -358,7 +378,7 @@ class RoundMachine:
         if checkpoints:
             return f"none of {len(checkpoints)} checkpoints is whole"
         if (yield from self._has_later_manifest(-1)):
-            raise Stuck("checkpoint/", "has no object, but rounds were committed: restore it")
+            raise Stuck("checkpoint/ has no object, but rounds were committed: restore it")
         if self.config.rank:
             started = yield from self._sleep(0)
             while self._now - started < START_S:
@@ -449,18 +469,26 @@ class RoundMachine:
                 self.pace.note_wait("manifest", waited, looks)
                 return manifest
             if is_timeout:
-                raise BelowMinimum(
-                    *(round, len(look.there), decision.needs, config.timeout_s),
-                    decide.sort_absent(look, decision.missing),
-                )
+                raise decide.make_below_minimum(look, decision, round, config.timeout_s)
             yield from self._sleep(self.pace.pause_s(waited - first_s))
 
-    def _upload(self, rest: tuple[Rest, ...] = ()) -> Steps[None]:
-        """Store the row. The key is new each time: a manifest may name any of them."""
+    def _upload(self, later: Sequence[float] = ()) -> Steps[None]:
+        """Store the row, and those of the next rounds, if they are handed in with these weights.
+
+        The key is new each time: a manifest may name any of them.
+        """
         config, offer = self.config, self.offer
         assert offer is not None
         self._serial += 1
         key = objects.upload_key(self.round, config.rank, config.nonce, self._serial)
+        rest = tuple(
+            Rest(
+                objects.rest_key(key, ahead),
+                weight,
+                config.cells[(self.round + ahead) % len(config.cells)],
+            )
+            for ahead, weight in enumerate(later, 1)
+        )
         is_leaving = self.is_leaving
         # Without weight no mean reads the row, and the work in it is claimed when it is counted.
         is_counted = offer.weight or any(each.weight for each in rest)
@@ -494,7 +522,7 @@ class RoundMachine:
         order = [rows.left[(self.round + ahead) % count] for ahead in range(count)]
         self.header = None
         self.offer = rows.offer._replace(weight=order[0])
-        yield from self._upload(tuple(Rest(weight) for weight in order[1:]))
+        yield from self._upload(order[1:])
 
     def _take_offer(self, offer: Offer) -> None:
         assert not self.is_pending, "prepare() comes first"
@@ -528,7 +556,15 @@ class RoundMachine:
             is_failed = look.ended.get(rank) == objects.FAILED and failed_at >= self._opened
             if rank != self.config.rank and (time >= self._opened or is_failed):
                 yield from self.leave(objects.FAILED)  # so that the other one sees it, too
-                raise UnlikeUpload(rank, decide.find_difference(header, self._terms), header)
+                raise self._make_unlike(rank, decide.find_difference(header, self._terms))
+
+    def _make_unlike(self, rank: int, reason: str) -> UnlikeUpload:
+        field, is_named, _ = reason.partition(" is ") if " there" in reason else ("", "", "")
+        return UnlikeUpload(
+            field if is_named else "settings",
+            f"of rank {self.config.rank}",
+            f"rank {rank}: {reason}",
+        )
 
     def _find_refusal(self, manifest: Manifest) -> str:
         """Why the round was decided without this replica, if that is for its settings."""
@@ -553,7 +589,9 @@ class RoundMachine:
         if self.header is not None:
             headers[self.uploads[-1]] = self.header
         folder = objects.from_round("upload", self.round) + "/"
-        new = tuple(key for key, _ in listing if key.startswith(folder) and key not in headers)
+        keys = [key for key, _ in listing if key.startswith(folder)]
+        keys += decide.find_left_over(listing, self.round, self.last)
+        new = tuple(key for key in keys if key not in headers)
         if new:
             bodies = yield Headers(new)
             headers.update(decide.read_headers(bodies))
@@ -647,7 +685,9 @@ class RoundMachine:
                 yield from self._check_newer_checkpoint(manifest)
             if waited > timeout_s:
                 key = objects.mean_key if manifest.plan == objects.FLAT else objects.receipt_key
-                raise Stuck(key(manifest.round, missing[0]), "is needed, but not there or damaged")
+                raise Stuck(
+                    f"{key(manifest.round, missing[0])} is needed, but not there or damaged"
+                )
             yield from self._sleep(self.pace.pause_s(waited - first_s))
         if looks and is_new:
             self.pace.note_wait("means", self._now - started, looks)
@@ -732,23 +772,26 @@ class RoundMachine:
             self.ledger = ledgers.begin(manifest.data, manifest.round)
         self._is_shared = True
         claims = decide.claims_of(manifest.members)
-        self.ledger = ledgers.commit(self.ledger, claims, manifest.world)
+        if claims:
+            self.ledger = ledgers.commit(self.ledger, claims, manifest.world)
+        else:  # a round of those who left says nothing of data
+            self.ledger = msgspec.structs.replace(self.ledger, seq=self.ledger.seq + 1)
 
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:
         """What became of the row."""
         member = manifest.member(self.config.rank)
-        fresh = self.memory.fresh
+        fate, claim = LATE, Ranges()
         if member is not None and member.upload in self.uploads:
             self.memory.settle(manifest, outcomes)
-            fate, fresh = MEMBER, ranges.minus(fresh, member.claim)
+            fate, claim = MEMBER, member.claim
         elif any(each.upload in self.uploads for each in manifest.refused):
             return DROPPED
         elif member is not None and not member.has_left:
             return DROPPED  # another process counted for this rank
-        else:
-            fate = LATE
+        if self.ledger is None:
+            return fate
         # Honesty: work on data that is no longer this rank's to train on must not be brought.
-        is_honest = self.ledger is None or ranges.is_inside(fresh, self.hold)
+        is_honest = ranges.is_inside(ranges.minus(self.memory.fresh, claim), self.hold)
         return fate if is_honest else DROPPED
 
     # -- After the round ------------------------------------------------------------------------
@@ -801,7 +844,11 @@ class RoundMachine:
     @property
     def _taken(self) -> gc.Taken:
         config = self.config
-        return gc.Taken(self.round, config.keep, config.history_block, self._chains, self._plans)
+        uploads = (objects.parse_round(each.member.upload) for each in self.departed)
+        needed = min((round for round in uploads if round is not None), default=self.round)
+        return gc.Taken(
+            *(self.round, config.keep, config.history_block, self._chains, self._plans, needed)
+        )
 
     def _forget(self) -> None:
         """Nobody asks for the chains and plans of rounds that are covered."""
@@ -820,7 +867,7 @@ class RoundMachine:
         config = self.config
         return Terms(
             *(self.round, self.chain, config.layout, config.world, self.ledger),
-            *(self.departed, self._sums, self._opened),
+            *(config.cells, self.departed, self._sums, self._opened),
         )
 
     def _result(self, fate: str) -> RoundResult:
@@ -845,9 +892,9 @@ class RoundMachine:
             if again is not None and again != body:
                 return self._check_cut(objects.read_manifest(key, again))
             raise Stuck(
-                key,
-                f"has committed round {round}, and is damaged: {problem.reason}. Restore it from a "
-                "copy of the store, or begin a new run from an export of the newest checkpoint",
+                f"{key} has committed round {round}, and is damaged: {problem.reason}. Restore it "
+                "from a copy of the store, or begin a new run from an export of the newest "
+                "checkpoint"
             ) from problem
 
     def _check_cut(self, manifest: Manifest) -> Manifest:

@@ -13,12 +13,13 @@ ones the encoded upload and the rounding of the own mean are kept until the roun
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,31 +28,37 @@ from atoll.core.errors import NotFound
 from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.packing import Vector
-from atoll.diloco.pool import CORES, each
 from atoll.diloco.round import cells as wire
 from atoll.diloco.round import objects
-from atoll.diloco.round.cells import Buffer, CellReader, Damaged, encode_cell, is_plain
-from atoll.diloco.round.effects import FOREIGN
-from atoll.diloco.round.inputs import (
+from atoll.diloco.round.cells import (
     BadInput,
+    Buffer,
+    CellReader,
+    Damaged,
     MemberInputs,
+    Share,
     WeightedMean,
     add_scaled,
     add_to_row,
+    encode_cell,
+    is_plain,
+    overlap,
     zero_infinite,
 )
-from atoll.diloco.round.layout import Share, overlap
+from atoll.diloco.round.effects import FOREIGN
 from atoll.diloco.round.objects import DIRECT, Manifest, MeanHeader, Member, Outcome, UploadHeader
 from atoll.objectstore import ObjectStore, RangeReader
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 log = logging.getLogger("atoll.round")
 
-BLOCK = 1 << 16  # values; so many float64 sums stay in the cache
+# Threads that compute at a time: more would wait for each other, and each has memory of its own.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 MAX_HEADER_BYTES = 16 << 20  # of JSON: the sections of a replica of 1,000 processes
 _LENGTH = struct.Struct("<I")
 _TRAILER = struct.Struct("<II")  # behind a header: its length and CRC
-_LARGEST = np.finfo(np.float32).max
-
 
 # Of an upload: the lengths of its sections, and those of the rows that it brings to later rounds.
 UploadSections = tuple[tuple[int, ...], list[tuple[int, ...]]]
@@ -273,7 +280,7 @@ class ReplicaValues:
 
     def put_upload(self, key: str, round: int, header: UploadHeader) -> UploadHeader:
         """Store the upload of a replica of one process; return its header as it is stored."""
-        rests = [self._put_rest(key, round, ahead, header) for ahead in _aheads(header)]
+        rests = self._put_rests(round, header)
         pieces, sections = self._encode_upload(key, round)
         self.fragment(round).uploads.add(key)
         header = _with_sections(header, [(sections, rests)])
@@ -282,7 +289,7 @@ class ReplicaValues:
 
     def put_part(self, key: str, round: int, header: UploadHeader) -> UploadSections:
         """Store the part of this process; return the lengths of its sections."""
-        rests = [self._put_rest(key, round, ahead, header) for ahead in _aheads(header)]
+        rests = self._put_rests(round, header)
         sections = self._put_part(key, round)
         self.fragment(round).uploads.add(key)
         return sections, rests
@@ -295,16 +302,17 @@ class ReplicaValues:
         self._put(key, pack_header(header))
         return header
 
-    def _put_rest(
-        self, upload: str, round: int, ahead: int, header: UploadHeader
-    ) -> tuple[int, ...]:
-        """Store the row of a later round. It goes with the header of the upload."""
-        key, round = objects.rest_key(upload, ahead), round + ahead
-        if header.processes > 1:
-            return self._put_part(key, round)
-        pieces, sections = self._encode_upload(key, round)
-        self._put(key, pieces)
-        return sections
+    def _put_rests(self, round: int, header: UploadHeader) -> list[tuple[int, ...]]:
+        """Store the rows of later rounds. They go with the header of the upload."""
+        found = []
+        for ahead, rest in enumerate(header.rest, 1):
+            if header.processes > 1:
+                found.append(self._put_part(rest.upload, round + ahead))
+                continue
+            pieces, sections = self._encode_upload(rest.upload, round + ahead)
+            self._put(rest.upload, pieces)
+            found.append(sections)
+        return found
 
     def _put_part(self, key: str, round: int) -> tuple[int, ...]:
         part = objects.part_key(key, self.fragment(round).share.process)
@@ -665,6 +673,36 @@ class _Direct:
         return sum(len(share.cells_of(each)) for each in range(shard))
 
 
+def each(
+    pool: Executor, work: Callable[[S], T], items: Iterable[S], lanes: int | None = None
+) -> list[T]:
+    """As `pool.map`; but when one fails, all have ended before its error is raised.
+
+    One that went on would still write into memory that its caller, or the next attempt, uses.
+    `lanes`: so many at a time, one of them on the caller's thread; None: as the pool has threads.
+    """
+    todo = list(items)
+    count = len(todo) if lanes is None else min(lanes, len(todo))
+    if count < 2:
+        return [work(item) for item in todo]
+    results: dict[int, T] = {}
+
+    def run(lane: int) -> None:
+        for index in range(lane, len(todo), count):
+            results[index] = work(todo[index])
+
+    others = [pool.submit(run, lane) for lane in range(1, count)]
+    try:
+        run(0)
+        for other in others:
+            other.result()
+    finally:
+        for other in others:
+            other.cancel()
+        wait(others)
+    return [results[index] for index in range(len(todo))]
+
+
 def _find_room(fragment: Fragment, share: Share, cell: int, buffer: Vector) -> Vector:
     """Memory for the mean of a cell: where it is to be, if all of it is; else `buffer`."""
     size, carried = share.cut.size_of(cell), share.slice_of(cell)
@@ -677,10 +715,6 @@ def _find_room(fragment: Fragment, share: Share, cell: int, buffer: Vector) -> V
 def _mean_place(key: str, head: bytes) -> bytes:
     """Of a mean's table: it belongs to its header, too, which has no checksum of its own."""
     return wire.place_of(key, head.decode("latin-1"))
-
-
-def _aheads(header: UploadHeader) -> range:
-    return range(1, len(header.rest) + 1)
 
 
 def _with_sections(header: UploadHeader, found: Sequence[UploadSections]) -> UploadHeader:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.core.errors import StoreDenied, Temporary
+from atoll.core.errors import BelowMinimumWorld, StoreDenied, Temporary
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec
 from atoll.diloco.round import driver as drivers
+from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
-from atoll.diloco.round.effects import DROPPED, LEFT, MEMBER, BelowMinimum, Offer, RoundConfig
-from atoll.diloco.round.layout import Cut, RunLayout, Share
+from atoll.diloco.round.effects import DROPPED, LEFT, MEMBER, Offer, RoundConfig
 from atoll.diloco.round.objects import ZERO
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
@@ -286,7 +286,7 @@ def test_a_run_goes_on_with_other_settings_beside_uploads_of_its_earlier_life(
     fleet.each(RoundDriver.open)
     for rank, replica in enumerate(fleet.drivers):  # each uploads, and dies alone
         store.delete([key for key in keys(store) if "upload/" in key and rank == 1])
-        with pytest.raises(BelowMinimum, match="1 of at least 2 ranks"):
+        with pytest.raises(BelowMinimumWorld, match="1 of at least 2 ranks"):
             replica[0].run(Offer(1.0, 1, sums={"codec": "fp32"}))
     assert any("upload/00000000/00001" in key for key in keys(store))
     again = Fleet(store, [1, 1], "int8", pool)
@@ -309,18 +309,13 @@ def test_one_that_is_dropped_by_prepare_has_taken_a_round_of_nothing(
     for _ in range(4):
         fleet.each(do_round)
     slow.values.fragment(1).add(0, np.ones(SIZE // 3, np.float32))
-    fleet.drivers.append([slow])
-
-    def act(driver: RoundDriver) -> Any:
-        return driver.prepare() if driver is slow else do_round(driver)
-
-    for replica in fleet.drivers:
-        replica[0].machine.pace = Pace(30, is_folder=True)
-    results = fleet.each(act)
-    assert results[2][0].fate == DROPPED
+    with ThreadPoolExecutor(1) as aside:
+        prepared = aside.submit(slow.prepare)
+        while not prepared.done():  # it needs others to take a round with
+            fleet.each(do_round)
+    assert prepared.result().fate == DROPPED
     assert slow.values.has_dropped
-    assert 2 in {member.rank for member in slow.state.last.members} or slow.round >= 5
-    assert {each.fate for replica in fleet.each(do_round) for each in replica} == {MEMBER}
+    assert slow.round > 5, "it took no round after the one that it joined at"
 
 
 def test_an_error_of_one_process_is_raised_by_all_and_settled_by_the_next_call(

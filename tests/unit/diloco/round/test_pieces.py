@@ -11,7 +11,7 @@ import pytest
 from atoll.core.errors import ValidationError
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec, Vector
-from atoll.diloco.round.layout import Cut, RunLayout, Share
+from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.objects import Checkpoint, piece_key
 from atoll.diloco.round.pieces import check_same, load_pieces, save_piece
 from atoll.diloco.round.reduce import Fragment

@@ -14,8 +14,8 @@ from atoll.core.errors import Temporary
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import Vector
 from atoll.diloco.round import objects
+from atoll.diloco.round.cells import Cut, Share
 from atoll.diloco.round.effects import FOREIGN
-from atoll.diloco.round.layout import Cut, Share
 from atoll.diloco.round.objects import DIRECT, FLAT, Manifest, Member, Outcome, UploadHeader
 from atoll.diloco.round.reduce import Fragment, ReplicaValues, WeightedMean, add_to_row
 from atoll.objectstore import ObjectStore

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec
-from atoll.diloco.round.layout import Cut, RunLayout, Share, overlap
+from atoll.diloco.round.cells import Cut, RunLayout, Share, overlap
 from atoll.diloco.round.objects import Manifest
 
 sizes = st.one_of(st.integers(0, 300), st.integers(0, 3_000_000))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from atoll.diloco.pool import each
+from atoll.diloco.round.reduce import each
 
 
 @pytest.mark.parametrize("lanes", [None, 1, 2, 3])
