@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from atoll.core.errors import BelowMinimumWorld
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, InvalidClaim, Ledger, commit
 from atoll.diloco.round import objects
-from atoll.diloco.round.effects import UNKNOWN_LAUNCH, RoundConfig
+from atoll.diloco.round.effects import UNKNOWN_LAUNCH, RoundConfig, UnlikeUpload
 from atoll.diloco.round.objects import (
     DamagedObject,
     Departed,
@@ -238,6 +238,14 @@ def find_difference(header: UploadHeader, terms: Terms) -> str:
     return "it shares other data" if has_other_data else "its layout is another one"
 
 
+def make_unlike(rank: int, theirs: int, reason: str) -> UnlikeUpload:
+    """The error of `rank` for an upload of `theirs`; the field is the setting that differs."""
+    field, is_named, _ = reason.partition(" is ") if " there" in reason else ("", "", "")
+    return UnlikeUpload(
+        field if is_named else "settings", f"of rank {rank}", f"rank {theirs}: {reason}"
+    )
+
+
 def find_fault(header: UploadHeader, terms: Terms) -> str:
     """Why an upload may not be in the round; empty: it may."""
     if difference := find_difference(header, terms):
@@ -436,6 +444,17 @@ def claims_of(members: Iterable[Member]) -> list[Claim]:
     return [
         Claim(each.rank, each.claim, each.want, each.end) for each in members if not each.is_rest
     ]
+
+
+def check_cut(manifest: Manifest, sizes: Sequence[int]) -> Manifest:
+    """Refuse a cut that no world has: memory is taken for each of its cells."""
+    if sizes:
+        size = sizes[manifest.round % len(sizes)]
+        most = 16 * manifest.shards + size // 4096  # see cells.cells_per_shard
+        if manifest.size != size or manifest.cells > most or manifest.cells % manifest.shards:
+            key = objects.manifest_key(manifest.round)
+            raise DamagedObject(key, f"{size} values are not cut into {manifest.cells} cells")
+    return manifest
 
 
 def cap_weights(weights: Mapping[int, float]) -> dict[int, float]:

@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from atoll.core.errors import AtollError, DistributedError, ValidationError
+from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
-from atoll.diloco.round.objects import ZERO, Checkpoint, Manifest, Outcome, UploadHeader
+from atoll.diloco.round.objects import (
+    ZERO,
+    Checkpoint,
+    Manifest,
+    Member,
+    Outcome,
+    UploadHeader,
+)
 from atoll.objectstore.effects import Create as Create
 from atoll.objectstore.effects import Delete as Delete
 from atoll.objectstore.effects import Get as Get
@@ -89,6 +97,22 @@ class Offer(NamedTuple):
     end: int | None = None
     sums: dict[str, str] = {}
     is_finite: bool = True
+
+    def with_later(self, since: Offer) -> Offer:
+        """What its row is offered with again, with what came since."""
+        return self._replace(
+            steps=self.steps + since.steps,
+            tokens=self.tokens + since.tokens,
+            claim=ranges.union(self.claim, since.claim),
+        )
+
+    def without(self, member: Member) -> Offer:
+        """What is left of it when a part was a member of a round."""
+        return self._replace(
+            steps=max(0, self.steps - member.steps),
+            tokens=max(0.0, self.tokens - member.tokens),
+            claim=ranges.minus(self.claim, member.claim),
+        )
 
 
 class RoundResult(NamedTuple):

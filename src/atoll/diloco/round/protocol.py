@@ -50,7 +50,6 @@ from atoll.diloco.round.effects import (
     StoreError,
     StoreIgnoresConditions,
     Stuck,
-    UnlikeUpload,
     Upload,
 )
 from atoll.diloco.round.objects import (
@@ -58,7 +57,6 @@ from atoll.diloco.round.objects import (
     DamagedObject,
     Departed,
     Manifest,
-    Member,
     Outcome,
     Rest,
     UploadHeader,
@@ -214,7 +212,7 @@ class RoundMachine:
         if rows is not None:  # an earlier call has failed in the midst of it
             if offer is not None:
                 rows.left[self.round % len(self.config.cells)] = offer.weight * offer.is_finite
-                rows.offer = _merge(rows.offer, offer)
+                rows.offer = rows.offer.with_later(offer)
             return (yield from self.hand_in(None, ()))
         if offer is not None:
             self._take_offer(offer)
@@ -235,7 +233,9 @@ class RoundMachine:
             return self._result(DROPPED)
         yield from self._tidy(manifest)
         if refusal and not self._is_established:
-            raise self._make_unlike(self.config.rank, f"{refusal} (there: this replica)")
+            raise decide.make_unlike(
+                self.config.rank, self.config.rank, f"{refusal} (there: this replica)"
+            )
         return self._result(fate)
 
     def hand_in(self, offer: Offer | None, weights: tuple[float, ...]) -> Steps[RoundResult]:
@@ -252,7 +252,7 @@ class RoundMachine:
             left = {at: weight * offer.is_finite for at, weight in enumerate(weights)}
             if self.offer is not None:
                 left[self.round % count] = self.offer.weight
-                offer = _merge(self.offer, offer)
+                offer = self.offer.with_later(offer)
             self._handing_in = _HandingIn(offer, left)
         self.is_leaving, rows = True, self._handing_in
         is_stored = False
@@ -282,7 +282,7 @@ class RoundMachine:
                     break
                 if fate == MEMBER and member:
                     rows.left[fragment] = 0.0
-                    rows.offer = _subtract(rows.offer, member)
+                    rows.offer = rows.offer.without(member)
         except _Behind as reason:
             yield Log(f"rank {self.config.rank} leaves, and what it had is dropped: {reason}")
             self._drop()
@@ -556,15 +556,8 @@ class RoundMachine:
             is_failed = look.ended.get(rank) == objects.FAILED and failed_at >= self._opened
             if rank != self.config.rank and (time >= self._opened or is_failed):
                 yield from self.leave(objects.FAILED)  # so that the other one sees it, too
-                raise self._make_unlike(rank, decide.find_difference(header, self._terms))
-
-    def _make_unlike(self, rank: int, reason: str) -> UnlikeUpload:
-        field, is_named, _ = reason.partition(" is ") if " there" in reason else ("", "", "")
-        return UnlikeUpload(
-            field if is_named else "settings",
-            f"of rank {self.config.rank}",
-            f"rank {rank}: {reason}",
-        )
+                reason = decide.find_difference(header, self._terms)
+                raise decide.make_unlike(self.config.rank, rank, reason)
 
     def _find_refusal(self, manifest: Manifest) -> str:
         """Why the round was decided without this replica, if that is for its settings."""
@@ -886,47 +879,18 @@ class RoundMachine:
         if body is None:
             return None
         try:
-            return self._check_cut(objects.read_manifest(key, body))
+            return decide.check_cut(objects.read_manifest(key, body), self.config.sizes)
         except DamagedObject as problem:
             again = yield Get(key)  # bytes can be damaged on the way, too
             if again is not None and again != body:
-                return self._check_cut(objects.read_manifest(key, again))
+                return decide.check_cut(objects.read_manifest(key, again), self.config.sizes)
             raise Stuck(
                 f"{key} has committed round {round}, and is damaged: {problem.reason}. Restore it "
                 "from a copy of the store, or begin a new run from an export of the newest "
                 "checkpoint"
             ) from problem
 
-    def _check_cut(self, manifest: Manifest) -> Manifest:
-        """Refuse a cut that no world has: memory is taken for each of its cells."""
-        sizes = self.config.sizes
-        if sizes:
-            size = sizes[manifest.round % len(sizes)]
-            most = 16 * manifest.shards + size // 4096  # see layout.cells_per_shard
-            if manifest.size != size or manifest.cells > most or manifest.cells % manifest.shards:
-                key = objects.manifest_key(manifest.round)
-                raise DamagedObject(key, f"{size} values are not cut into {manifest.cells} cells")
-        return manifest
-
     def _has_later_manifest(self, round: int) -> Steps[bool]:
         """Whether there is one of a round after this one. Other files there are no matter."""
         listing = yield List("manifest/", objects.manifest_key(round) if round >= 0 else "")
         return any(objects.parse_round(key) is not None for key, _ in listing)
-
-
-def _merge(pending: Offer, since: Offer) -> Offer:
-    """What a row is offered with that was offered before, with what came since."""
-    return pending._replace(
-        steps=pending.steps + since.steps,
-        tokens=pending.tokens + since.tokens,
-        claim=ranges.union(pending.claim, since.claim),
-    )
-
-
-def _subtract(offer: Offer, member: Member) -> Offer:
-    """What is left of an offer when a part of it was a member of a round."""
-    return offer._replace(
-        steps=max(0, offer.steps - member.steps),
-        tokens=max(0.0, offer.tokens - member.tokens),
-        claim=ranges.minus(offer.claim, member.claim),
-    )

@@ -18,7 +18,7 @@ from atoll.diloco.packing import TensorSpec
 from atoll.diloco.round import driver as drivers
 from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
-from atoll.diloco.round.effects import DROPPED, LEFT, MEMBER, Offer, RoundConfig
+from atoll.diloco.round.effects import DROPPED, LATE, LEFT, MEMBER, Offer, RoundConfig
 from atoll.diloco.round.objects import ZERO
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
@@ -245,6 +245,37 @@ def test_one_that_leaves_hands_in_all_fragments_and_the_next_rounds_have_them(
         mean = (sum(row.astype(np.float64) for row in rows) / 3).astype("f4")
         for rank in range(2):
             assert np.array_equal(fleet.values(rank, fragment), before[fragment] + mean)
+
+
+def test_what_one_handed_in_counts_in_another_world_with_another_codec(
+    pool: ThreadPoolExecutor,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1, 2, 1], "fp32", pool, quorum=2, checkpoint_every=1)
+    fleet.each(RoundDriver.open)
+
+    def act(driver: RoundDriver) -> Any:
+        if driver.config.rank != 1:
+            return do_round(driver)
+        for fragment in driver.values.fragments:
+            fragment.add(0, brought(1, 9, fragment.share.cut.size)[share_of(fragment)])
+        return driver.hand_in(Offer(1.0, 1), (1.0, 1.0))
+
+    results = fleet.each(act)
+    assert [replica[0].fate for replica in results] == [MEMBER, LEFT, MEMBER]
+    before = fleet.values(0, 1).copy()
+    again = Fleet(store, [1, 2], "int8", pool)
+    again.each(RoundDriver.open)
+    # Values of two cuts are in no mean together: its row is the round, and theirs are late.
+    assert {each.fate for replica in again.each(do_round) for each in replica} == {LATE}
+    for rank in range(2):
+        assert np.array_equal(again.values(rank, 1), before + brought(1, 9, before.size))
+    for _ in range(2):
+        assert {each.fate for replica in again.each(do_round) for each in replica} == {MEMBER}
+
+
+def share_of(fragment: Fragment) -> slice:
+    return slice(fragment.share.start, fragment.share.stop)
 
 
 def test_what_all_handed_in_is_in_the_run_when_it_goes_on(pool: ThreadPoolExecutor) -> None:
