@@ -538,6 +538,20 @@ def told_to_leave_while_its_round_is_decided(**broken: Any) -> Stage:
     return stage
 
 
+def told_to_leave_and_sleeps_through_two_rounds(**broken: Any) -> Stage:
+    """What it hands in is of a round that is long over: it takes those, and goes with the next."""
+    stage = Stage(world=3, quorum=2, cells=(6, 5, 4), **broken)
+    replicas = stage.start_all()
+    stage.run_to(3)
+    replicas[2].leave()
+    stage.on(2, "put", "upload/00000003", stage.freeze(16))
+    stage.run_until(lambda: replicas[2].has_left, within=90, what="rank 2 has left")
+    check(stage.rounds >= 5, stage, "it did not sleep through two rounds")
+    stage.run_to(stage.rounds + 4)
+    check(stage.oracle.stats["rests"] >= 1, stage, "what it handed in is lost")
+    return stage
+
+
 def resumed_in_another_world_after_a_leave(**broken: Any) -> Stage:
     """Nobody of the world that it left is there for the rounds of its other fragments."""
     stage = Stage(world=3, quorum=2, cells=(6, 5, 4), every=1, **broken)
@@ -671,6 +685,7 @@ DIRECTED = {
         leaver_hands_in_all_fragments,
         leaver_is_replaced_at_once,
         joiner_knows_who_has_left,
+        told_to_leave_and_sleeps_through_two_rounds,
         resumed_in_another_world_after_a_leave,
         decided_in_the_instant_of_the_last_upload,
         leaver_uploads_while_its_round_is_decided,
