@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,19 @@ class ObjectStore:
         except _TAKEN:
             return False
         return True
+
+    def require_conditional_writes(self, folder: str) -> None:
+        """Raise Permanent if a key under `folder` can be created twice."""
+        key = f"{folder}/probe-{secrets.token_hex(8)}"
+        self.create(key, b"1")
+        is_twice = self.create(key, b"2")
+        self.delete([key])
+        if is_twice:
+            raise Permanent(
+                f"{self.uri}: the store ignores conditional writes (If-None-Match: *), without "
+                f"which two replicas could both decide a round: use a store that has them, such as "
+                f"S3, Google Cloud Storage, Azure, MinIO or a folder"
+            )
 
     def get(
         self, key: str, start: int = 0, end: int | None = None, *, max_bytes: int | None = None

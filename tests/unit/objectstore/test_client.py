@@ -158,3 +158,14 @@ def test_a_folder_without_hard_links_is_refused_by_name(
     with pytest.raises(Permanent, match="no hard links"):
         ObjectStore.open(tmp_path).create("a", b"")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_without_conditional_writes_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    store.require_conditional_writes("run")
+    assert store.list("run") == []
+    monkeypatch.setattr(store, "create", lambda key, data: True)
+    with pytest.raises(Permanent, match="ignores conditional writes"):
+        store.require_conditional_writes("run")

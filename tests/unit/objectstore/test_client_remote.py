@@ -129,6 +129,13 @@ def test_a_store_that_fails_is_asked_again_and_then_given_up(server: Server) -> 
         ObjectStore.open("s3://bucket/run", patience_s=0.2).put("k", b"1")
 
 
+def test_a_store_that_ignores_the_condition_is_refused(server: Server) -> None:
+    gone = b"<DeleteResult><Deleted><Key>run/x</Key></Deleted></DeleteResult>"
+    server.answer = lambda handler: reply(handler, 200, gone, etag="1")
+    with pytest.raises(Permanent, match="s3://bucket/run: the store ignores conditional writes"):
+        ObjectStore.open("s3://bucket/run").require_conditional_writes("x")
+
+
 def test_a_refused_condition_is_an_answer(server: Server) -> None:
     server.answer = lambda handler: reply(handler, 412)
     assert not ObjectStore.open("s3://bucket/run").create("k", b"1")
