@@ -75,7 +75,8 @@ def run_all(jobs: list[Callable[[], None]]) -> None:
 
 
 def requests() -> dict[str, Any]:
-    return {f"{size} replicas": world(size, 6, 1 << 18) for size in (2, 4, 8, 16, 32)}
+    few = {f"{size} replicas": world(size, 8, 1 << 18) for size in (2, 4, 8, 16)}
+    return few | {"64 replicas": world(64, 4, 1 << 16)}
 
 
 def simulated() -> dict[str, Any]:
