@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from atoll.agent.stacks import request_all
-from atoll.core.errors import BackendError
+from atoll.core.errors import BackendError, BelowMinimumWorld
 from atoll.diloco.data.ledger import Ledger, Terms
 from atoll.diloco.round import effects as fx
 from atoll.diloco.round import objects
@@ -203,7 +203,7 @@ class RoundDriver:
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, fx.StoreError) else None
             problem = cause or error
-            if isinstance(problem, fx.BelowMinimum | fx.Stuck):
+            if isinstance(problem, BelowMinimumWorld | fx.Stuck):
                 request_all()  # where the ranks are that did not come
             self._end_call(Word(error=portable(problem)), problem)
             if cause is not None:
