@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.backends.local.state import ENDPOINT, SOCKET, check_writable, listen_locally, state_dir
 from atoll.core.errors import Conflict, NotFound, Permanent, ValidationError
-from atoll.core.executors import LOCAL
+from atoll.core.executors import LOCAL, Limits
 from atoll.files.ownership import check_directory, check_entries
 from atoll.files.writing import write_file
 from atoll.sdk.config import is_changed, read_for_plane
@@ -99,10 +99,12 @@ def build(
     check_directory(where)
     check_writable(where)
     check_entries(where)
-    executors, setup = configured(settings, where, slots=slots)
+    executors, setup = configured(settings, where)
     if not has_shared_namespaces:
         setup = replace(setup, only={LOCAL: NAMESPACE})
     store = SQLiteStore(where / "atoll.db")
+    if slots is not None:  # nobody else uses the directory: the store is locked
+        executors[LOCAL].set_limits(Limits(slots=slots))
     tokens = SQLiteTokens(where / "atoll.db")
     metrics = MetricStore(where / "series.db")
     informer = Informer(store)
@@ -168,9 +170,7 @@ def build(
     return ControlPlane(where, store, tokens, app, streams, background, informer)
 
 
-def configured(
-    settings: Config, where: Path, *, slots: int | None = None
-) -> tuple[dict[str, Executor], Setup]:
+def configured(settings: Config, where: Path) -> tuple[dict[str, Executor], Setup]:
     """The executors that can be used, and why the others cannot. None is connected yet.
 
     Raises ValidationError naming the file and the option that is wrong.
@@ -185,8 +185,6 @@ def configured(
     unusable: dict[str, str] = {}
     for name, wanted in settings.executors.items():
         options = dict(wanted.options)
-        if name == LOCAL and slots is not None:
-            options["slots"] = slots
         try:
             executors[name] = load(wanted.kind).configured(name, options, home)
         except ValidationError as error:
@@ -254,8 +252,6 @@ def serve(
         has_shared_namespaces=has_shared_namespaces,
         is_loopback=Address(address["url"]).is_local and host not in EVERY_ADDRESS,
     )
-    if (limit := slots or read_for_plane(config).executors[LOCAL].options.get("slots")) is not None:
-        address["slots"] = limit
     if not port:  # kept now that the store is locked: no other control plane writes it
         write_file(where / PORT_FILE, f"{listening.getsockname()[1]}\n".encode())
     asyncio.run(ensure_token(plane.tokens, where))

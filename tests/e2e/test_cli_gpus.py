@@ -55,13 +55,25 @@ def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
     assert lone_atoll("wait", "c").returncode == 0
 
 
-def test_fewer_than_the_machine_has_are_waited_for_and_told(lone_atoll: Any) -> None:
-    lone_atoll.configure("[executors.local]\ngpus = 2\n")
-    words = ("run", "-n", "3", "--gpus", "1", "--deadline", "2s", "--", "true")
-    done = lone_atoll(*words)
-    assert done.returncode == 124
-    assert "0 of 2 GPUs of" in done.stderr
-    assert "3 ranks need 3" in done.stderr
+def test_more_than_the_machine_has_are_refused_by_name(lone_atoll: Any) -> None:
+    lone_atoll.configure('[executors.local]\ngpus = 2\ncpu = 2\nmemory = "1Gi"\n')
+    for options, message in (
+        (("-n", "3", "--gpus", "1"), "has 2 GPUs, and 3 ranks would need 3"),
+        (("--cpu", "3"), "has 2 CPUs, and a rank would need 3 CPUs"),
+        (("-n", "2", "--memory", "600Mi"), "has 1 GiB of memory, and 2 ranks would need 1.2 GiB"),
+    ):
+        done = lone_atoll("run", *options, "--", "true")
+        assert done.returncode == 2, done.stderr
+        assert options[-2] in done.stderr
+        assert message in done.stderr
+    assert lone_atoll.json("ps") == []
+
+
+def test_a_gpu_where_there_is_none_is_refused_unless_the_cpu_is_asked_for(lone_atoll: Any) -> None:
+    done = lone_atoll("run", "--gpus", "1", "--", "true")
+    assert done.returncode == 2, done.stderr
+    assert "--gpus: 1 is not valid: this machine has no GPU that is known" in done.stderr
+    assert lone_atoll.json("ps") == []
 
 
 def test_the_callers_own_variable_is_what_ranks_choose_from(lone_atoll: Any) -> None:
@@ -104,11 +116,11 @@ def test_local_rank_is_a_device_that_the_rank_sees(lone_atoll: Any) -> None:
 
 def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:
     lone_atoll.configure("[executors.local]\ngpus = 0\n")
-    done = lone_atoll("run", "--image", "x/y:1", "--memory", "4Gi", "--gpus", "1", "--", "true")
+    done = lone_atoll("run", "--image", "x/y:1", "--memory", "64Mi", "--gpus", "1", "--", "true")
     assert done.returncode == 0
     (told,) = [line for line in done.stderr.splitlines() if "does not support" in line]
     assert told.startswith("atoll: ")
-    assert "local does not support image x/y:1, memory 4Gi: ranks are processes of this" in told
+    assert "local does not support image x/y:1: ranks are processes of this" in told
     assert "; nor gpu_count 1: this machine has no GPU that is known" in told
     name = lone_atoll.json("ps")[0]["name"]
     assert "UnsupportedFields" in lone_atoll("events", name).stdout

@@ -35,17 +35,30 @@ def test_stop_is_for_ones_own(lone_atoll: Any) -> None:
     assert "ATOLL_URL names a control plane" in done.stderr
 
 
-def test_slots_are_of_the_control_plane_that_is_started(lone_atoll: Any) -> None:
+def test_limits_are_set_on_a_control_plane_that_runs_and_kept(lone_atoll: Any) -> None:
     words = ("run", "-n", "2", "--slots", "1", "--deadline", "1", "--", "true")
     done = lone_atoll(*words)
     assert done.returncode == 124
     assert "0 of 1 slots of" in done.stderr
-    assert lone_atoll("run", "--slots", "1", "--", "true").returncode == 0
-    done = lone_atoll("run", "--slots", "2", "--", "true")
-    assert done.returncode == 2
-    assert "--slots: 2 is not valid: the control plane runs with 1: 'atoll stop'" in done.stderr
-    assert lone_atoll("stop").returncode == 0
     assert lone_atoll("run", "-n", "2", "--slots", "2", "--", "true").returncode == 0
+    limits = {each["name"]: each for each in lone_atoll.json("limits", "--cpu", "1500m")}
+    assert (limits["slots"]["total"], limits["cpu"]["total"]) == (2, 1.5)
+    assert lone_atoll("stop").returncode == 0
+    limits = {each["name"]: each for each in lone_atoll.json("limits")}
+    assert (limits["slots"]["total"], limits["cpu"]["total"]) == (2, 1.5)
+    hold = ("sh", "-c", "while [ ! -e go ]; do sleep 0.05; done")
+    assert lone_atoll("run", "-d", "--name", "a", "--cpu", "1", "--", *hold).returncode == 0
+    assert lone_atoll("wait", "--for", "target", "a").returncode == 0
+    assert "1 of 1.5 cpu" in lone_atoll("top", "-c", "1").stdout
+    assert lone_atoll("run", "-d", "--name", "b", "--cpu", "1", "--", "true").returncode == 0
+    until(lambda: "1 of 1.5 CPUs of" in lone_atoll("status", "b").stdout)
+    assert lone_atoll("limits", "--cpu", "2").returncode == 0
+    assert lone_atoll("wait", "b").returncode == 0  # it starts as soon as the limit allows it
+    (lone_atoll.cwd / "go").touch()
+    assert lone_atoll("wait", "a").returncode == 0
+    bad = lone_atoll("limits", "--cpu", "lots")
+    assert bad.returncode == 2
+    assert "cpu" in bad.stderr
 
 
 def test_doctor_tells_what_is_there_and_starts_nothing(lone_atoll: Any) -> None:

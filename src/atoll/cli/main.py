@@ -62,6 +62,7 @@ COMMANDS = {
     "top": "top",
     "ui": "plane",
     "executors": "plane",
+    "limits": "plane",
     "doctor": "doctor",
     "serve": "plane",
     "stop": "plane",

@@ -346,6 +346,42 @@ def executors(is_json: bool) -> None:
         print_note(listed.message)
 
 
+LIMITS = ("RESOURCE", "USED", "FREE", "TOTAL")
+
+
+@click.command()
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 10_000),
+    help="Largest number of ranks at once; 10000 is no limit.",
+)
+@click.option("--cpu", help="CPUs that all ranks together may ask for, such as 8 or 500m.")
+@click.option("--memory", help="Memory that all ranks together may ask for, such as 16Gi.")
+@json_option
+def limits(slots: int | None, cpu: str | None, memory: str | None, is_json: bool) -> None:
+    """Show or set what ranks of this machine may ask for in all.
+
+    Ranks are counted with what --cpu, --memory and --gpus of 'atoll run' say; what does not fit
+    waits. They are not fenced: a rank may use more. A limit holds until it is changed.
+    """
+    from atoll.cli.output import print_json, table
+    from atoll.core.executors import LOCAL
+    from atoll.sdk.client import Client
+
+    client = Client()
+    is_changed = (slots, cpu, memory) != (None, None, None)
+    items = (
+        client.set_limits(slots=slots, cpu=cpu, memory=memory) if is_changed else client.executors()
+    )
+    uses = next((each.resources for each in items if each.name == LOCAL), [])
+    if is_json:
+        print_json(uses)
+        return
+    print(
+        table(LIMITS, [(use.name, *map(use.text, (use.used, use.free, use.total))) for use in uses])
+    )
+
+
 @click.group(commands={"operator": operator, "manifests": manifests})
 def k8s() -> None:
     """Run the operator on a Kubernetes cluster."""

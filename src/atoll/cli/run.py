@@ -30,6 +30,7 @@ from atoll.sdk.endpoint import is_local_executor
 if TYPE_CHECKING:
     from atoll.core.spec import Code
     from atoll.core.status import Training
+    from atoll.sdk.client import Client
 
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 RUN_ID_VARIABLE = "ATOLL_RUN_ID"
@@ -185,24 +186,26 @@ FLAGS = {row.option: row.flags[0] for rows in SPEC_OPTIONS.values() for row in r
 
 
 def _set_slots(ctx: click.Context, param: click.Parameter, slots: int | None) -> int | None:
-    """A control plane that this process starts has so many. Raises ValidationError if one runs
-    that has others."""
-    if slots is None:
-        return None
-    from atoll.backends.local.state import state_dir
-    from atoll.sdk.endpoint import SLOTS, read_announcement
+    """For `open_client`, and for a control plane that this process starts."""
+    if slots is not None:
+        from atoll.sdk.endpoint import SLOTS
 
-    if os.environ.get("ATOLL_URL"):
-        raise ValidationError("--slots", slots, "expected none: ATOLL_URL names a control plane")
-    endpoint = read_announcement(state_dir())
-    if endpoint is not None and endpoint.get("slots") != slots:
-        has = endpoint.get("slots") or "no limit"
-        expected = (
-            f"the control plane runs with {has}: 'atoll stop' ends it, and ranks keep running"
-        )
-        raise ValidationError("--slots", slots, expected)
-    os.environ[SLOTS] = str(slots)
+        os.environ[SLOTS] = str(slots)
+        _SLOTS.append(slots)
     return slots
+
+
+_SLOTS: list[int] = []  # as the command line has it
+
+
+def open_client() -> Client:
+    """A client of the control plane, which has the slots that the command line asks for."""
+    from atoll.sdk.client import Client
+
+    client = Client()
+    if _SLOTS:
+        client.set_limits(slots=_SLOTS[-1])
+    return client
 
 
 def _headed(heading: str, *options: HeadedOption) -> list[click.Parameter]:
@@ -313,9 +316,9 @@ def run_parameters() -> list[click.Parameter]:
             type=click.IntRange(1, 10_000),
             callback=_set_slots,
             expose_value=False,
-            help="Largest number of ranks at once on this machine, if this starts the control "
-            "plane.",
-            show_default="as in atoll.toml, else no limit",
+            help="Set the largest number of ranks at once on this machine, for all trainings, as "
+            "'atoll limits' does.",
+            show_default="as it is",
         ),
     )
     parameters += _headed(
@@ -446,11 +449,10 @@ def _follow(launch: Launch, timeout: float | None, *, is_removed: bool, is_json:
     from atoll.cli.follow import Following, JsonReport, TextReport
     from atoll.cli.terminal import ignore_closed_output, leave
     from atoll.core.errors import Temporary
-    from atoll.sdk.client import Client
 
     ignore_closed_output()
     following = Following(launch.options.get("deadline_s"), timeout)
-    client = Client()
+    client = open_client()
     training = client.deploy_distributed(launch.name, **launch.options)
     _print_code(training.last.spec.code)
     report = JsonReport() if is_json else TextReport()
@@ -467,9 +469,7 @@ def _start(launch: Launch, *, is_json: bool) -> None:
     # From here on an interrupt may come after the training was stored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _begin(launch)
-    from atoll.sdk.client import Client
-
-    training = Client().deploy_distributed(launch.name, **launch.options)
+    training = open_client().deploy_distributed(launch.name, **launch.options)
     _print_code(training.last.spec.code)
     _print_training(training.last, is_json=is_json)
 

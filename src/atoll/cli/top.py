@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atoll.cli.options import Duration, json_option
+from atoll.core.executors import LOCAL
 from atoll.core.text import format_bytes
 
 if TYPE_CHECKING:
+    from atoll.core.executors import ResourceUse
     from atoll.core.metrics import LatestMetric, MetricValue
     from atoll.core.status import Training
     from atoll.sdk.client import Client
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 LOSS, CPU, MEMORY = "loss", "machine/cpu", "machine/memory"
 HEADER = ("NAME", "PHASE", "READY", "RAN", "ROUND", "CPU", "MEMORY", "LOSS", "", "COMMAND")
 RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "CPU", "MEMORY", "MESSAGE")
+RESOURCES_EVERY_S = 5.0  # all executors are probed for it
 ACTIVE_READ = 20  # trainings that are read one by one, for their rounds
 MAX_ENDED = 10  # the newest: the screen is for what runs
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -81,11 +84,17 @@ class Snapshot:
         self.alive: list[Training] = []
         self.over: list[Training] | None = None
         self.metrics: dict[tuple[str, str], LatestMetric] = {}  # by uid and name
+        self.resources: Sequence[ResourceUse] = ()  # of this machine
+        self._resources_at = -inf
 
     def read(self) -> None:
         from atoll.core.errors import AtollError
         from atoll.sdk import flows
 
+        if time.monotonic() - self._resources_at > RESOURCES_EVERY_S:
+            self._resources_at = time.monotonic()
+            items = self._client.run(flows.executors()).items
+            self.resources = next((e.resources for e in items if e.name == LOCAL), ())
         before = {training.uid for training in self.alive}
         if self.over is None:
             self._split(self._client.run(flows.list_all()))
@@ -141,6 +150,8 @@ class Snapshot:
         counts = f"{len(self.alive)} active, {running} ranks running, {len(over)} over"
         head = f"{time.strftime('%H:%M:%S')}  {counts}" + (f"  {hint}" if hint else "")
         rows = [self._row(training, now) for training in self.alive + over[:MAX_ENDED]]
+        if self.resources:
+            head += f"\nadmitted: {self._resources_text()}"
         parts = [head, output.table(HEADER, rows)]
         parts += [
             f"{training.display_name}\n{self._ranks(training, now)}"
@@ -148,6 +159,12 @@ class Snapshot:
             if training.status.ranks
         ]
         return "\n\n".join(parts)
+
+    def _resources_text(self) -> str:
+        """`1 of 2 cpu, 1 GiB of 4 GiB memory`: counted when ranks start, not measured."""
+        return ", ".join(
+            f"{use.text(use.used)} of {use.text(use.total)} {use.name}" for use in self.resources
+        )
 
     def _row(self, training: Training, now: float) -> tuple[str, ...]:
         from atoll.cli import output

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from msgspec import Meta
+
+from atoll.core.checks import check_bounds
 from atoll.core.errors import Permanent, ValidationError, to_install
-from atoll.core.model import Model
+from atoll.core.model import Model, SpecModel
 from atoll.core.phase import ConditionType
+from atoll.core.text import check_quantity, format_bytes
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
     from atoll.core.status import Training
 
 LOCAL = "local"
+MAX_SLOTS = 10_000  # ranks at once that were tried on one machine
 
 KINDS = {
     LOCAL: "atoll.backends.local.executor:LocalBackend",
@@ -41,6 +46,37 @@ class PlaneContext(NamedTuple):
     directory: Path = Path()  # that relative paths in the options start from
 
 
+class ResourceUse(Model, frozen=True, omit_defaults=False):
+    """What ranks were admitted with, of what an executor counts: slots, cpu, memory in bytes, gpus.
+
+    It is counted and not fenced: a rank may use more, or less.
+    """
+
+    name: str
+    used: float
+    total: float
+
+    @property
+    def free(self) -> float:
+        return max(0.0, self.total - self.used)
+
+    def text(self, amount: float) -> str:
+        return format_bytes(amount) if self.name == "memory" else f"{amount:g}"
+
+
+class Limits(SpecModel, frozen=True):
+    """What ranks of this machine may ask for in all. A field that is not set stays as it is."""
+
+    slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] | None = None
+    cpu: str | None = None
+    memory: str | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        for field in ("cpu", "memory"):
+            check_quantity(field, getattr(self, field))
+
+
 class ExecutorStatus(Model, frozen=True):
     """One executor of a control plane. `message` says why it cannot be reached."""
 
@@ -49,6 +85,7 @@ class ExecutorStatus(Model, frozen=True):
     is_reachable: bool
     message: str = ""
     is_default: bool = False
+    resources: list[ResourceUse] = []
 
 
 class ExecutorList(Model, frozen=True):

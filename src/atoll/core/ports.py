@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from atoll.core.errors import Permanent, ValidationError
-from atoll.core.executors import PlaneContext
+from atoll.core.executors import Limits, PlaneContext, ResourceUse
 from atoll.core.metrics import RankUsage
 from atoll.core.model import Model
 from atoll.core.rank_access import ExecRequest, ExecResult, ExecTarget
@@ -259,6 +259,19 @@ class Executor:
     def notes(self) -> Sequence[str]:
         """What a user should know of the backend, in sentences."""
         return ()
+
+    def capacity(self) -> list[ResourceUse]:
+        """What is counted when ranks are admitted, and how much of it is in use."""
+        return []
+
+    def set_limits(self, limits: Limits) -> None:
+        """Changes what ranks may ask for in all, for now and for the next start. Raises
+        ValidationError where nothing is counted."""
+        raise ValidationError("executor", self.name, "expected one of kind local: no other counts")
+
+    def check_gpus(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError if ranks want GPUs that are not there: they would train on the
+        CPU, which nobody asked for."""
 
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What ranks on this machine use of it, by the uid of their training."""

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Unpack
 
 from atoll.core.errors import BelowMinimumWorld, NotFound
-from atoll.core.executors import ExecutorStatus
+from atoll.core.executors import ExecutorStatus, Limits
 from atoll.core.html import HtmlList, trainings_html
 from atoll.core.settings import Setting, name_label
 from atoll.core.spec import ProviderFilter, TrainingSpec, WorldSize
@@ -318,6 +318,32 @@ class Client:
 
     async def executors_async(self) -> Executors:
         return (await self.arun(flows.executors())).items
+
+    def set_limits(
+        self,
+        *,
+        slots: int | None = None,
+        cpu: str | None = None,
+        memory: str | None = None,
+        executor: str = "local",
+    ) -> Executors:
+        """Changes what ranks of this machine may ask for in all; what is None stays as it is.
+
+        The control plane keeps it over a restart. Ranks that run stay.
+        """
+        limits = Limits(slots=slots, cpu=cpu, memory=memory)
+        return self.run(flows.set_limits(name_label("executor", executor), limits)).items
+
+    async def set_limits_async(
+        self,
+        *,
+        slots: int | None = None,
+        cpu: str | None = None,
+        memory: str | None = None,
+        executor: str = "local",
+    ) -> Executors:
+        limits = Limits(slots=slots, cpu=cpu, memory=memory)
+        return (await self.arun(flows.set_limits(name_label("executor", executor), limits))).items
 
     def close(self) -> None:
         """Closes the connections; a private control plane ends, with its trainings."""

@@ -25,7 +25,7 @@ from atoll.core.errors import (
     ValidationError,
     WorldSizeOutOfBounds,
 )
-from atoll.core.executors import ExecutorList, executor_problem
+from atoll.core.executors import ExecutorList, Limits, executor_problem
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import ConditionType, Phase
@@ -191,6 +191,11 @@ def read(
 
 def executors() -> Flow[ExecutorList]:
     effect = Send("GET", "/v1/executors", timeout=READ_S)
+    return decode_answer((yield from send(effect)), ExecutorList)
+
+
+def set_limits(executor: str, limits: Limits) -> Flow[ExecutorList]:
+    effect = Send("PATCH", f"/v1/executors/{executor}", body=encode(limits))
     return decode_answer((yield from send(effect)), ExecutorList)
 
 

@@ -23,7 +23,7 @@ from atoll.controller.loop import machine_clock
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.clock import Now
 from atoll.core.errors import Temporary
-from atoll.core.executors import ExecutorList
+from atoll.core.executors import ExecutorList, Limits
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Store, Tokens
@@ -377,6 +377,20 @@ NATIVE = (
         trainings.executors,
         "Executors that trainings can run on, and whether each is reachable now.",
         {200: AnswerDoc("All executors.", ExecutorList), **_COMMON_PROBLEMS},
+    ),
+    Operation(
+        "PATCH",
+        "/v1/executors/{name}",
+        trainings.set_limits,
+        "Change how many slots, CPUs and how much memory ranks of an executor of kind `local` may "
+        "ask for in all. It holds after a restart, too.",
+        {
+            200: AnswerDoc("All executors.", ExecutorList),
+            **_COMMON_PROBLEMS,
+            404: _problem("There is no such executor."),
+            **_TOO_LARGE,
+        },
+        body=Limits,
     ),
     Operation(
         "GET", "/healthz", healthz, "Whether the server is running.", {200: _YES}, is_open=True

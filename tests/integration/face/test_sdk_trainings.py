@@ -270,7 +270,12 @@ def test_follow_gives_lines_as_they_come(client: atoll.Client, tmp_path: Path) -
 def test_events_metrics_and_usage_are_real(client: atoll.Client, tmp_path: Path) -> None:
     size = WorldSize(min=1, target=1, max=2)
     t = client.deploy_distributed(
-        "m", command=hold(tmp_path / "go"), world_size=size, gpu_count=2, wait="min"
+        "m",
+        command=hold(tmp_path / "go"),
+        world_size=size,
+        gpu_count=2,
+        env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+        wait="min",
     )
     before = time.time()
     t.scale(2)

@@ -1,7 +1,10 @@
-"""What this machine can hold, and whose turn it is: processes, memory, GPUs, slots.
+"""What this machine can hold, and whose turn it is: processes, CPUs, memory, GPUs, slots.
 
 A rank is counted as the least that one can be: a process, the files that its supervisor keeps open
 for it, and the memory of a small program. What real ranks need beyond that is not known.
+
+CPUs and memory that a rank asks for are counted when it is admitted, and not fenced: it may use
+more. A rank that asks for none counts as none.
 
 A rank that asks for GPUs has its own, for as long as it lives. Which rank has which is written into
 the desired state, so a control plane that starts anew knows it, and a rank that is started again
@@ -16,9 +19,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import os
 import re
 import resource
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +31,8 @@ from typing import NamedTuple
 
 from atoll.core.errors import ValidationError
 from atoll.core.ports import Key
-from atoll.core.text import format_bytes
+from atoll.core.spec import Resources
+from atoll.core.text import format_bytes, parse_quantity
 
 FILES_A_RANK = 3  # its pidfd, its output and its log, in the supervisor
 SPARE_FILES = 64  # of the supervisor: its journal, clients, rendezvous and Python's own
@@ -36,7 +42,11 @@ UNLIMITED = 2**62  # and above: what kernels write for no limit
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 MAX_DEVICES = 1024  # a typing error is not a list of a million
 
+SLOTS, CPU, MEMORY = "slots", "cpu", "memory"
+MILLI = 1000  # CPUs are counted in thousandths, as Kubernetes has them: 500m
+
 Assignment = dict[int, list[str]]  # devices by rank
+Amounts = Mapping[str, int]  # of slots, thousandths of CPUs and bytes of memory
 
 
 class Bound(NamedTuple):
@@ -53,6 +63,12 @@ class Machine:
     def most(self) -> Bound:
         """The ranks that a training can have here at the most, and what bounds them."""
         return min(self._ever())
+
+    def totals(self) -> dict[str, int]:
+        """CPUs and memory that all ranks together may ask for."""
+        sizes = [limit for _, limit, _ in self._memory()]
+        memory = {MEMORY: min(sizes)} if sizes else {}
+        return {CPU: len(os.sched_getaffinity(0)) * MILLI, **memory}
 
     def free(self) -> Bound:
         """The ranks that can be added now, and what bounds them."""
@@ -194,8 +210,9 @@ class DeviceShare(NamedTuple):
 class Devices:
     """Devices and who has them. One that is listed twice may be used by two ranks."""
 
-    def __init__(self, ids: Sequence[str] = ()) -> None:
+    def __init__(self, ids: Sequence[str] = (), *, is_configured: bool = False) -> None:
         self.ids = list(ids)
+        self.is_configured = is_configured  # by `[executors.local] gpus`, and not found
         self._assigned: dict[str, Assignment] = {}  # by uid of the training
 
     def share(self, count: int, env: Mapping[str, str]) -> DeviceShare | None:
@@ -308,6 +325,7 @@ class Waiting(NamedTuple):
     key: Key
     wanted: int  # ranks beyond those that it has
     needed: int  # of them, without which it does not go on
+    each: Amounts  # that one rank takes of what is limited
     share: DeviceShare | None = None
 
     @property
@@ -323,9 +341,9 @@ class Turn(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What nobody has. `devices` are those of a share; `slots` None: as many as are wanted."""
+    """What nobody has. `devices` are those of a share; what is not in `amounts` has no limit."""
 
-    slots: int | None
+    amounts: Amounts
     devices: Callable[[DeviceShare], list[str]]
 
 
@@ -361,13 +379,11 @@ class StartQueue:
 
         It ends where nothing is left, however many wait behind.
         """
-        slots, reserved = free.slots, Counter[str]()
+        left, reserved = dict(free.amounts), Counter[str]()
         for number, (_, uid) in enumerate(self._in_order):
             waiting = self._waiting[uid]
-            share, ranks = waiting.share, waiting.wanted
+            share, ranks = waiting.share, min(waiting.wanted, fitting(waiting.each, left))
             usable: list[str] = []
-            if slots is not None:
-                ranks = min(ranks, slots)
             if share is not None:
                 usable = _without(free.devices(share), reserved)
                 ranks = min(ranks, len(usable) // share.each)
@@ -379,14 +395,48 @@ class StartQueue:
                 continue
             if share is not None:
                 reserved.update(usable[: ranks * share.each])
-            if slots is not None:
-                slots -= ranks
-                if slots <= 0:
-                    return
+            for name, amount in waiting.each.items():
+                if name in left:
+                    left[name] -= ranks * amount
+            if left.get(SLOTS, 1) <= 0:
+                return
 
     def ranks_for(self, uid: str, free: Capacity) -> int:
         """How many more ranks that training may have now."""
         return next((turn.ranks for turn in self.turns(free) if turn.waiting.uid == uid), 0)
+
+
+def fitting(each: Amounts, left: Amounts) -> int:
+    """How many ranks fit into what is left."""
+    fits = (left[name] // amount for name, amount in each.items() if amount and name in left)
+    return max(0, min(fits, default=sys.maxsize))
+
+
+def requested(resources: Resources) -> dict[str, int]:
+    """What one rank asks for, with the slot that it takes."""
+    amounts = {SLOTS: 1}
+    if resources.cpu is not None:
+        amounts[CPU] = math.ceil(parse_quantity(resources.cpu) * MILLI)
+    if resources.memory is not None:
+        amounts[MEMORY] = math.ceil(parse_quantity(resources.memory))
+    return amounts
+
+
+def amount_text(name: str, amount: float) -> str:
+    """`2 slots`, `1.5 CPUs`, `4 GiB of memory`."""
+    if name == MEMORY:
+        return f"{format_bytes(amount)} of memory"
+    return f"{amount / MILLI:g} CPUs" if name == CPU else f"{amount:g} slots"
+
+
+def describe_use(name: str, used: int, limit: int, each: int, host: str) -> str:
+    """Why ranks wait: `2 of 4 CPUs of HOST are in use, and each rank takes 3`."""
+    if name == SLOTS:
+        return f"{used} of {limit} slots of {host} are in use"
+    taken = format_bytes(used) if name == MEMORY else f"{used / MILLI:g}"
+    one = format_bytes(each) if name == MEMORY else f"{each / MILLI:g}"
+    total = amount_text(name, limit)
+    return f"{taken} of {total} of {host} are in use, and each rank takes {one}"
 
 
 def _without(devices: list[str], reserved: Counter[str]) -> list[str]:

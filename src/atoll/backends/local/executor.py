@@ -1,9 +1,9 @@
 """The executor for this machine: ranks are processes, and each training has its own supervisor.
 
 The supervisor's journal is the truth: the executor reads it, hands the desired state to the
-supervisor and passes on that something changed. Ranks share CPU and memory of the machine; GPUs
-they have for themselves. `slots` limits how many ranks may run at once; the `StartQueue` has the
-order in which trainings get them.
+supervisor and passes on that something changed. Slots, CPUs and memory that ranks ask for are
+counted when they are admitted, and not fenced; GPUs they have for themselves. The `StartQueue` has
+the order in which trainings get them.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ from atoll.backends.local.adoption import (
 )
 from atoll.backends.local.bench import LocalBench
 from atoll.backends.local.capacity import (
+    CPU,
+    MILLI,
+    SLOTS,
     Assignment,
     Capacity,
     Devices,
@@ -58,9 +61,13 @@ from atoll.backends.local.capacity import (
     Machine,
     StartQueue,
     Waiting,
+    amount_text,
     count_visible,
+    describe_use,
+    fitting,
     ids_of,
     present,
+    requested,
 )
 from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import IdleTracker, UseMeter
@@ -88,14 +95,14 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.executors import PlaneContext
+from atoll.core.executors import MAX_SLOTS, Limits, PlaneContext, ResourceUse
 from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.metrics import RankUsage
 from atoll.core.model import SpecModel
 from atoll.core.plan import check_again_s
 from atoll.core.ports import Key, StopCause, Store, ignore, refuse
 from atoll.core.rank_access import ExecRequest, ExecResult
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import Resources, TrainingSpec
 from atoll.core.stacks import summary_of
 from atoll.core.status import (
     DesiredState,
@@ -109,6 +116,7 @@ from atoll.core.status import (
     sooner,
 )
 from atoll.core.stores import own_keys_only
+from atoll.core.text import check_quantity
 from atoll.files.ownership import make_private
 from atoll.files.writing import write_file
 from atoll.logs.files import LogGrowth
@@ -122,13 +130,12 @@ WITHHELD = (
     *("ATOLL_REPORTS", "ATOLL_REPORTS_TOKEN", "ATOLL_RUN_ID"),
 )
 RUNS = "runs"  # the folder of runs with an id, beside that of the ranks
-MAX_SLOTS = 10_000  # ranks at once that were tried on one machine
 MIN_LOG_BYTES, MAX_LOG_BYTES = 64 * 2**10, 2**40  # eight segments of 8 KiB; no limit in practice
 NO_GPU = "this machine has no GPU that is known, see [executors.local] gpus in atoll.toml"
 SHARED = "ranks are processes of this machine, and share it"
 SUPPORTS = (
     refuse("code", f"expected none: ranks on {socket.gethostname()} run where the code is"),
-    *(ignore(field, SHARED) for field in ("image", "cpu", "memory", "gpu_models")),
+    *(ignore(field, SHARED) for field in ("image", "gpu_models")),
     *(ignore(f, SHARED) for f in ("min_gpu_memory_gb", "provider_filter", "topology_spread")),
     ignore(
         "gpu_count",
@@ -146,6 +153,8 @@ class LocalOptions(SpecModel, frozen=True):
     """What `[executors.local]` may say."""
 
     slots: int | None = None  # largest number of ranks at the same time
+    cpu: str | int | None = None  # CPUs that ranks may ask for in all; None: those of the machine
+    memory: str | None = None  # likewise
     log_bytes: int | None = None  # of the log of each rank, the newest; None: 64 MiB
     gpus: int | list[int | str] | None = None  # that ranks may use; None: all there are
 
@@ -156,6 +165,35 @@ class LocalOptions(SpecModel, frozen=True):
             check_int("slots", self.slots, 1, MAX_SLOTS)
         if self.gpus is not None:
             ids_of("gpus", self.gpus)
+        for field in ("cpu", "memory"):
+            value = getattr(self, field)
+            check_quantity(field, str(value) if type(value) is int else value)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """What is limited by the file."""
+        return _amounts(self.slots, None if self.cpu is None else str(self.cpu), self.memory)
+
+
+LIMITS_FILE = "limits.json"  # in the state directory: what was set on a running control plane
+
+
+def _amounts(slots: int | None, cpu: str | None, memory: str | None) -> dict[str, int]:
+    amounts = requested(Resources(cpu=cpu, memory=memory))
+    del amounts[SLOTS]
+    return amounts if slots is None else {**amounts, SLOTS: slots}
+
+
+def read_limits(state_dir: Path) -> dict[str, int]:
+    """What was set on a control plane here; it counts before atoll.toml."""
+    try:
+        limits = json.loads((state_dir / LIMITS_FILE).read_bytes())
+        return {str(name): int(amount) for name, amount in limits.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("%s is ignored: %s", state_dir / LIMITS_FILE, error)
+        return {}
 
 
 def render_desired(
@@ -236,24 +274,31 @@ class LocalBackend(FolderLogs):
         root: Path,
         *,
         slots: int | None = None,
+        limits: Mapping[str, int] | None = None,
         log_bytes: int | None = None,
         gpus: Sequence[str] | None = None,
     ) -> None:
         self.root = root
         self._state_dir: Path | None = None  # of the control plane, which ranks find there
-        self._devices = Devices(present(os.environ) if gpus is None else gpus)
+        self._devices = Devices(
+            present(os.environ) if gpus is None else gpus, is_configured=gpus is not None
+        )
         self.options = self._devices  # all that SUPPORTS asks of this machine
         # Ranks that ask for none see all that the machine has.
         self._machine_devices = len(present({})) or len(set(self._devices.ids))
-        self._slots = slots
+        self._machine = Machine()
+        self._limits = {**self._machine.totals(), **(limits or {})}
+        if slots is not None:
+            self._limits[SLOTS] = slots
         self._log_bytes = log_bytes
         self._host = socket.gethostname()
         self._supervisors: dict[str, SupervisorClient] = {}
         self._assigned: dict[str, int] = {}  # ranks admitted, by training
+        self._each: dict[str, dict[str, int]] = {}  # what one rank of a training takes
+        self._keys: dict[str, Key] = {}  # by uid, of the same trainings
         self._queue = StartQueue()
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
-        self._machine = Machine()
         self._meter = UseMeter()
         self._idle = IdleTracker()
         self._reserve = Reserve(root.parent)
@@ -266,7 +311,8 @@ class LocalBackend(FolderLogs):
         table = options_of(LocalOptions, options)
         gpus = None if table.gpus is None else ids_of("gpus", table.gpus)
         root = home.state_dir / "ranks"
-        local = cls(root, slots=table.slots, log_bytes=table.log_bytes, gpus=gpus)
+        limits = {**table.limits, **read_limits(home.state_dir)}
+        local = cls(root, limits=limits, log_bytes=table.log_bytes, gpus=gpus)
         local._state_dir = home.state_dir
         return local
 
@@ -278,6 +324,55 @@ class LocalBackend(FolderLogs):
             raise ValidationError(
                 "world_size.target", target, f"{self._host} can hold {ranks} ranks at most: {why}"
             )
+        self._check_amounts(spec)
+
+    def _check_amounts(self, spec: TrainingSpec) -> None:
+        """Refuses what the machine does not have for the fewest ranks that the training runs with.
+        A training with too many ranks for the slots waits: that limit is not the machine's."""
+        least, needs = spec.world_size.min, spec.resources
+        for name, amount in requested(needs).items():
+            total = self._limits.get(name)
+            if name != SLOTS and total is not None and least * amount > total:
+                ranks = f", and {least} ranks" if least > 1 else ", and a rank"
+                asked = amount_text(name, least * amount)
+                expected = f"{self._host} has {amount_text(name, total)}{ranks} would need {asked}"
+                raise ValidationError(name, getattr(needs, name), expected)
+        share = self._devices.share(needs.gpu_count, spec.env)
+        if share is not None and least * share.each > len(share.of):
+            expected = f"{self._host} has {len(share.of)} GPUs, and {least} ranks would need"
+            raise ValidationError("gpu_count", needs.gpu_count, f"{expected} {least * share.each}")
+
+    def check_gpus(self, spec: TrainingSpec) -> None:
+        count = spec.resources.gpu_count
+        is_known = self._devices.is_configured or self._devices.share(count, spec.env) is not None
+        if count and not is_known:
+            remedy = "expected 0, or gpus = 0 in that file to train on the CPU all the same"
+            raise ValidationError("gpu_count", count, f"{NO_GPU}: {remedy}")
+
+    def set_limits(self, limits: Limits) -> None:
+        changes = _amounts(limits.slots, limits.cpu, limits.memory)
+        self._limits |= changes
+        if self._state_dir is not None:
+            kept = {**read_limits(self._state_dir), **changes}
+            write_file(self._state_dir / LIMITS_FILE, json.dumps(kept).encode())
+        for key in self._keys.values():  # also those that could never start until now
+            self._changed.put_nowait(key)
+
+    def capacity(self) -> list[ResourceUse]:
+        units = {CPU: MILLI}
+        uses = [
+            ResourceUse(
+                name=name,
+                used=self._used(name) / units.get(name, 1),
+                total=total / units.get(name, 1),
+            )
+            for name, total in self._limits.items()
+        ]
+        if self._devices.ids:
+            free = len(self._devices.free(DeviceShare(1, self._devices.ids)))
+            total = len(self._devices.ids)
+            uses.append(ResourceUse(name="gpus", used=total - free, total=total))
+        return uses
 
     def missing_path(self, spec: TrainingSpec) -> str | None:
         where = spec.working_dir or "/"
@@ -368,8 +463,9 @@ class LocalBackend(FolderLogs):
                 if not supervisor.facts.version:
                     raise Permanent(f"all record of the ranks in {supervisor.directory} is lost")
             assigned = self._assigned.get(training.uid, 0)
-            if self._slots is not None and desired.size > assigned + self._free_slots():
-                raise Temporary("another training took the slots", retry_after_s=0.1)
+            each = self._note_needs(training)
+            if desired.size > assigned + fitting(each, self._left()):
+                raise Temporary("another training took what is left", retry_after_s=0.1)
             share = self._share(training)
             devices = share and self._devices.assign(training.uid, desired.size, share)
             if share is not None and devices is None:
@@ -545,6 +641,8 @@ class LocalBackend(FolderLogs):
             await supervisor.clear(has_run=status.desired is not None and not status.is_released)
         self._supervisors.pop(training.uid, None)
         self._assigned.pop(training.uid, None)
+        self._each.pop(training.uid, None)
+        self._keys.pop(training.uid, None)
         self._devices.keep(training.uid, 0)
         self._queue.remove(training.uid)
         self._idle.forget(training.uid)
@@ -611,9 +709,23 @@ class LocalBackend(FolderLogs):
             )
         return self._supervisors[training.uid]
 
-    def _free_slots(self) -> int:
-        assert self._slots is not None
-        return max(self._slots - sum(self._assigned.values()), 0)
+    def _note_needs(self, training: Training) -> dict[str, int]:
+        """What one of its ranks takes of what is limited."""
+        asked = requested(training.spec.resources)
+        each = {name: amount for name, amount in asked.items() if name in self._limits}
+        self._each[training.uid] = each
+        self._keys[training.uid] = training.key
+        return each
+
+    def _used(self, name: str) -> int:
+        return sum(
+            ranks * self._each.get(uid, {SLOTS: 1}).get(name, 0)
+            for uid, ranks in self._assigned.items()
+        )
+
+    def _left(self) -> dict[str, int]:
+        """What nobody has. Less than nothing is left after a limit was lowered."""
+        return {name: total - self._used(name) for name, total in self._limits.items()}
 
     def _give_back(self, uid: str, needed: int) -> None:
         """Frees the slots beyond `needed`, which counts ranks that are still being stopped."""
@@ -626,7 +738,7 @@ class LocalBackend(FolderLogs):
         """How many ranks it may hold, what bounds them, and when to observe again at the latest."""
         uid, target = training.uid, training.spec.world_size.target
         assigned, capacity, message = self._assigned.get(uid, 0), target, ""
-        is_limited = self._slots is not None or self._share(training) is not None
+        is_limited = bool(self._note_needs(training)) or self._share(training) is not None
         if is_limited and assigned < target:
             capacity, message = self._turn_of(training, assigned)
         if assigned < min(target, capacity):
@@ -638,11 +750,12 @@ class LocalBackend(FolderLogs):
     def _turn_of(self, training: Training, assigned: int) -> tuple[int, str]:
         """How many ranks it may hold by now, and what it waits for if that is too few."""
         uid, world, share = training.uid, training.spec.world_size, self._share(training)
-        free, message = sys.maxsize, ""
-        if self._slots is not None:
-            free = self._free_slots()
-            used = sum(self._assigned.values())
-            message = f"{used} of {self._slots} slots of {self._host} are in use"
+        free, message, left = sys.maxsize, "", self._left()
+        for name, amount in self._each.get(uid, {}).items():
+            if (fit := fitting({name: amount}, left)) < free:
+                limit = self._limits[name]
+                message = describe_use(name, limit - left[name], limit, amount, self._host)
+                free = fit
         if share is not None and (fit := len(self._devices.free(share)) // share.each) < free:
             free, message = fit, self._devices.describe(share, self._host, world.min)
         if uid not in self._queue or self._queue.is_first(uid):
@@ -660,26 +773,26 @@ class LocalBackend(FolderLogs):
         more by that."""
         uid, world, status = training.uid, training.spec.world_size, training.status
         assigned, share = self._assigned.get(uid, 0), self._share(training)
+        each = self._note_needs(training)
         is_over = status.phase.is_terminal or bool(status.failing) or training.is_cancelling
-        is_limited = self._slots is not None or share is not None
+        is_limited = bool(each) or share is not None
         if is_over or not is_limited or assigned >= world.target or not self._can_ever(training):
             return self._queue.remove(uid)
         needed = max(world.min - assigned, 1)
         waiting = Waiting(
-            training.created_at, uid, training.key, world.target - assigned, needed, share
+            training.created_at, uid, training.key, world.target - assigned, needed, each, share
         )
         return self._queue.put(waiting)
 
     def _can_ever(self, training: Training) -> bool:
-        """Whether all slots and devices together are enough for it to start."""
+        """Whether all there is, devices too, is enough for it to start."""
         least, share = training.spec.world_size.min, self._share(training)
-        if self._slots is not None and least > self._slots:
+        if least > fitting(self._each.get(training.uid, {}), self._limits):
             return False
         return share is None or least * share.each <= len(share.of)
 
     def _free(self) -> Capacity:
-        slots = None if self._slots is None else self._free_slots()
-        return Capacity(slots, self._devices.free)
+        return Capacity(self._left(), self._devices.free)
 
     def _wake_next(self) -> None:
         """Has whoever may have more ranks now reconciled; how many wait behind costs nothing."""

@@ -36,6 +36,7 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
+from atoll.core.executors import LOCAL
 from atoll.core.model import encode
 from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import rename_fields
@@ -211,8 +212,10 @@ async def _create_from(call: ApiCall, body: bytes) -> Answer:
     spec = spec_of(
         order,
         backend=rendezvous_of(order.distributed.rendezvous.backend, executor),
-        path_first=str(Path(sys.executable).parent) if executor == "local" else None,
+        path_first=str(Path(sys.executable).parent) if executor == LOCAL else None,
     )
+    if executor == LOCAL:  # the client asks for 8 CPUs and 32 GiB by itself: nobody chose them
+        spec = replace(spec, resources=replace(spec.resources, cpu=None, memory=None))
     spec = admit(spec, call.plane, call.namespace)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()

@@ -156,6 +156,7 @@ async def probe_executors(executors: Mapping[str, Executor], setup: Setup) -> Ex
             is_reachable=not error,
             message=error,
             is_default=name == default,
+            resources=executors[name].capacity() if name in executors else [],
         )
         for name, error in sorted(errors.items())
     ]

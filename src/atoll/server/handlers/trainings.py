@@ -207,6 +207,7 @@ class Removal(Model, frozen=True):
 async def create(call: ApiCall) -> Answer:
     spec = admit(call.body, call.plane, call.namespace)
     _check_default(call, spec)
+    call.plane.executors[spec.executor or ""].check_gpus(spec)
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane, call.namespace)
     training = Training(
@@ -424,6 +425,15 @@ class EventList(Model, frozen=True):
 
 
 async def executors(call: ApiCall) -> Answer:
+    return json_answer(await probe_executors(call.plane.executors, call.plane.setup))
+
+
+async def set_limits(call: ApiCall) -> Answer:
+    executor = call.plane.executors.get(call.name)
+    if executor is None:
+        raise NotFound("executor", call.name)
+    call.plane.setup.check_namespace(call.name, call.namespace)
+    executor.set_limits(call.body)
     return json_answer(await probe_executors(call.plane.executors, call.plane.setup))
 
 

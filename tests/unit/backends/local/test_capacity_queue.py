@@ -5,9 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.backends.local.capacity import Capacity, Devices, DeviceShare, StartQueue, Waiting
+from atoll.backends.local.capacity import (
+    Capacity,
+    Devices,
+    DeviceShare,
+    StartQueue,
+    Waiting,
+    describe_use,
+    requested,
+)
+from atoll.core.spec import Resources
 
 NO_DEVICES = Devices().free
+ONE_SLOT = {"slots": 1}
 
 
 def queue(*waiting: Waiting) -> StartQueue:
@@ -18,15 +28,20 @@ def queue(*waiting: Waiting) -> StartQueue:
 
 
 def entry(
-    uid: str, wanted: int, needed: int | None = None, share: DeviceShare | None = None
+    uid: str,
+    wanted: int,
+    needed: int | None = None,
+    share: DeviceShare | None = None,
+    each: dict[str, int] | None = None,
 ) -> Waiting:
     """Trainings are created in the order of their names."""
     least = wanted if needed is None else needed
-    return Waiting(float(ord(uid[0])), uid, ("n", uid), wanted, least, share)
+    return Waiting(float(ord(uid[0])), uid, ("n", uid), wanted, least, each or ONE_SLOT, share)
 
 
 def turns(made: StartQueue, slots: int | None, devices: Devices | None = None) -> dict[str, int]:
-    free = Capacity(slots, NO_DEVICES if devices is None else devices.free)
+    amounts = {} if slots is None else {"slots": slots}
+    free = Capacity(amounts, NO_DEVICES if devices is None else devices.free)
     return {turn.waiting.uid: turn.ranks for turn in made.turns(free)}
 
 
@@ -35,7 +50,7 @@ def test_free_slots_go_to_the_oldest_and_what_is_left_to_the_next() -> None:
     assert turns(made, 1) == {"a": 1}
     assert turns(made, 3) == {"a": 1, "b": 2}
     assert turns(made, 4) == {"a": 1, "b": 2, "c": 1}
-    assert made.ranks_for("c", Capacity(3, NO_DEVICES)) == 0
+    assert made.ranks_for("c", Capacity({"slots": 3}, NO_DEVICES)) == 0
 
 
 def test_nobody_passes_a_gang_that_is_first_and_waits_for_more() -> None:
@@ -115,5 +130,37 @@ def test_what_is_asked_of_a_long_queue_ends_where_nothing_is_left() -> None:
 
     share = DeviceShare(1, ["0"])
     made = queue(*(entry("a" + str(n), 1, share=share) for n in range(500)))
-    assert list(made.turns(Capacity(1, devices))) == []
+    assert list(made.turns(Capacity({"slots": 1}, devices))) == []
     assert len(asked) == 1
+
+
+def test_cpus_and_memory_are_counted_beside_slots() -> None:
+    large = {"slots": 1, "cpu": 1500, "memory": 4}
+    small = {"slots": 1, "cpu": 500}
+    made = queue(entry("a", 2, each=large), entry("b", 1, each=small), entry("c", 1))
+
+    def ranks(**amounts: int) -> dict[str, int]:
+        return {turn.waiting.uid: turn.ranks for turn in made.turns(Capacity(amounts, NO_DEVICES))}
+
+    assert ranks(cpu=2000, memory=8) == {"a": 1, "c": 1}, "what a lacks is kept for it"
+    assert ranks(cpu=3500, memory=8) == {"a": 2, "b": 1, "c": 1}
+    assert ranks(cpu=9000, memory=7) == {"a": 1, "b": 1, "c": 1}
+    assert ranks(cpu=9000, memory=8, slots=2) == {"a": 2}
+    assert ranks(cpu=-500, memory=8) == {"c": 1}, "a limit was lowered below what is in use"
+
+
+def test_what_a_rank_asks_for_is_counted_in_thousandths_and_bytes() -> None:
+    assert requested(Resources(cpu="500m", memory="2Gi")) == {
+        "slots": 1,
+        "cpu": 500,
+        "memory": 2 * 2**30,
+    }
+    assert requested(Resources()) == {"slots": 1}
+
+
+def test_the_reason_for_waiting_names_what_is_short() -> None:
+    assert describe_use("slots", 2, 2, 1, "h") == "2 of 2 slots of h are in use"
+    cpu = describe_use("cpu", 1500, 2000, 1000, "h")
+    assert cpu == "1.5 of 2 CPUs of h are in use, and each rank takes 1"
+    memory = describe_use("memory", 0, 2**31, 2**30, "h")
+    assert memory == "0 B of 2 GiB of memory of h are in use, and each rank takes 1 GiB"
