@@ -50,10 +50,11 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.byte.weight
+        std = 0.5 / width**0.5  # the usual 0.02 is for widths of 600: here it would learn for long
         for name, value in self.named_parameters():
             if value.dim() > 1:
                 deep = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(value, std=0.02 / (2 * depth) ** 0.5 if deep else 0.02)
+                nn.init.normal_(value, std=std / (2 * depth) ** 0.5 if deep else std)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.byte(tokens) + self.config.weight[: tokens.shape[1]]

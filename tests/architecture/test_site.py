@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tools.agents import llms, skill
 from tools.diagram import drawn
-from tools.figures import FIGURE, TABLE, filled, pages
+from tools.figures import FIGURE, PICTURES, TABLE, filled, pages
 from tools.reference import public_names
 
 from atoll.core.phase import EDGES, Phase
@@ -22,8 +22,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]*)?\)")
 SVG = re.compile(r"<svg.*?</svg>")
 # Files of results by the tables that are made of them.
-SOURCES = {name: {name} for name in ("mesh", "quality", "outer", "codecs")}
-SOURCES |= {"links": {"netbench"}, "looks": {"local_look", "kubernetes", "look"}}
+SOURCES = {name: {name} for name in ("mesh", "quality", "speeds", "outer", "codecs")}
+SOURCES |= {
+    "variants": {"quality"},
+    "muon": {"quality"},
+    "links": {"netbench"},
+    "looks": {"local_look", "kubernetes", "look"},
+}
 MADE = {"reference.md", "examples.md", "contributing.md", "changelog.md", "decisions/README.md"}
 
 
@@ -57,6 +62,7 @@ def test_figures_are_those_of_the_results() -> None:
     if old and is_measured_here():
         pytest.skip("bench/results differ from those committed; python -m tools.figures takes them")
     assert old == [], "run: python -m tools.figures"
+    assert all(file.read_text() == draw() for file, draw in PICTURES.items())
 
 
 def is_measured_here() -> bool:

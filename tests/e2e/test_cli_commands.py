@@ -219,6 +219,7 @@ def test_estimate_needs_no_control_plane(lone_atoll: Any) -> None:
     told = lone_atoll.json("estimate", *words, "--codec", "int8")
     assert told["bytesUp"] > 0
     assert 0 < told["utilisation"] < 1
+    assert 0 < told["extraRounds"] < 20  # of the ramp that a run has by default
     assert "utilisation" in lone_atoll("estimate", *words).stdout
     assert not lone_atoll.state.exists()
 

@@ -280,7 +280,10 @@ _with_default = partial(click.option, show_default=True)
     "--link-gbps", type=float, required=True, help="Bandwidth of each replica's link in Gbit/s."
 )
 @_with_default("--replicas", "-n", default=4, help="Number of replicas.")
-@_with_default("--sync-every", default=100, help="Number of inner steps in a round.")
+@_with_default(
+    "--sync-every", default="100", help="Number of inner steps in a round, or seconds as 60s."
+)
+@_with_default("--warmup", default="ramp", help="Warm-up of the periods: ramp or none.")
 @_with_default(
     "--codec",
     default="fp32",
@@ -295,13 +298,14 @@ _with_default = partial(click.option, show_default=True)
     help="Price list of the store: free, s3, s3-internet, s3-express or r2.",
 )
 @json_option
-def estimate(parameters: str, is_json: bool, **settings: Any) -> None:
+def estimate(parameters: str, sync_every: str, is_json: bool, **settings: Any) -> None:
     """Estimate the bytes, seconds and dollars of a round."""
     from atoll.cli.output import print_json
     from atoll.diloco.estimate import estimate as estimate_round
     from atoll.diloco.estimate import table
 
-    result = estimate_round(parameters=parse_count(parameters), **settings)
+    every = int(sync_every) if sync_every.isdigit() else sync_every
+    result = estimate_round(parameters=parse_count(parameters), sync_every=every, **settings)
     print_json(result) if is_json else print(table(result))
 
 

@@ -37,14 +37,14 @@ from atoll.diloco.flight import (
 )
 from atoll.diloco.goal import RunGoal, go_on
 from atoll.diloco.group import find_group, from_leader, gather
-from atoll.diloco.history import DataReport, make_data_report, read_manifests
+from atoll.diloco.history import DataReport, make_data_report
 from atoll.diloco.inner import OptimizerWatch, RunSchedule, check_optimizers, unwrap_optimizers
 from atoll.diloco.leave import LeaveRequest
 from atoll.diloco.model import ReplicaModel, split
 from atoll.diloco.outer import Floats, OuterRule
 from atoll.diloco.own_state import Extras, OwnState
 from atoll.diloco.parameters import check_module
-from atoll.diloco.presets import OuterPreset, read_settings, refuse_unlike
+from atoll.diloco.presets import OuterPreset, describe, read_settings, refuse_unlike
 from atoll.diloco.replica_config import (
     ReplicaConfig,
     find_replica_config,
@@ -54,9 +54,8 @@ from atoll.diloco.replica_config import (
 from atoll.diloco.reports import RoundReport, RoundReports, announce, make_report, send_round
 from atoll.diloco.round import objects
 from atoll.diloco.round.effects import DROPPED, LATE, LEFT, MEMBER, Offer, RoundResult, RunState
-from atoll.diloco.round.objects import Manifest
 from atoll.diloco.run_lock import lock_run
-from atoll.diloco.setup import LocalRounds, RunSetup
+from atoll.diloco.setup import RunSetup
 from atoll.diloco.start import read_start
 from atoll.objectstore import ObjectStore, Traffic
 
@@ -78,11 +77,11 @@ class DiLoCo:
         with DiLoCo(model, inner_optimizer, sync_every=100) as diloco:
             while diloco.round < 50:
                 loss(model).backward()
-                inner_optimizer.step()  # every 100th step ends a round
+                inner_optimizer.step()  # every 100th ends a round, at first more
                 inner_optimizer.zero_grad()
 
-    Every `sync_every` steps the replicas average how far they moved, and take one step of Nesterov
-    momentum with it. With `fragments`, a part of the model is synchronised each
+    Every `sync_every` steps, or seconds (`"60s"`), the replicas average how far they moved, and
+    take one step of Nesterov momentum with it. With `fragments`, a part of the model is synced each
     `sync_every / fragments` steps instead; with `overlap_steps`, a part is uploaded that many steps
     before its result is due, and training goes on meanwhile. `mix` is how much of a replica's own
     values stays when the result comes: 0 takes the global ones.
@@ -97,7 +96,8 @@ class DiLoCo:
         model: torch.nn.Module,
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        sync_every: int | None = None,
+        sync_every: int | str | Sequence[tuple[int, int]] | None = None,
+        warmup: str | None = None,
         preset: str | OuterPreset | None = None,
         outer_lr: float | Sequence[tuple[int, float]] | None = None,
         outer_momentum: float | Sequence[tuple[int, float]] | None = None,
@@ -122,10 +122,11 @@ class DiLoCo:
     ) -> None:
         """`inner_optimizer`: one, or several; a step counts when all of them have stepped.
 
+        `sync_every`: steps, (step of the run, steps) pairs, or seconds as "60s". `warmup`: "ramp"
+        begins a run with short periods that double, and plain averages; "none".
         `preset`: a published method by its name (see `atoll.diloco.presets`); what else is given
         wins over it. `outer_lr` and `outer_momentum` are numbers or (round, value) pairs, `outer`
         is the rule of the outer step. A run in the store keeps its own where none of them is given.
-
         `codec` is for what a replica uploads, `down_codec` (see `CODECS`) for the means it reads.
 
         `process_group` or `device_mesh`: the processes that are this replica together, if not all
@@ -140,6 +141,7 @@ class DiLoCo:
             preset,
             sum(value.requires_grad for value in model.parameters()),
             sync_every=sync_every,
+            warmup=warmup,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             outer=outer,
@@ -172,8 +174,7 @@ class DiLoCo:
         self.fragments = split(self._model.shapes, settings.fragments)
         self._model.check_equal()
         self._is_checked = False
-        self._period = settings.sync_every // settings.fragments
-        self._overlap, self._mix = settings.overlap_steps, settings.mix
+        self._settings, self._mix = settings, settings.mix
         self._is_retained = settings.is_retained and settings.overlap_steps > 0
         self._timeout, self._checkpoint_every = timeout, checkpoint_every
         self._start = read_start(self.config.world_size, min_replicas, grace_s)
@@ -210,6 +211,7 @@ class DiLoCo:
         # The parameters all agree on: the newest in the store, or the first replica's.
         self._rounds.open()
         self._take_global()
+        self._plan = self._setup.plan_periods(settings, self._state)
         self._own = None
         if self._store is not None:
             where = (self._store, self._run, self.config.rank)
@@ -333,11 +335,13 @@ class DiLoCo:
 
     def _drive(self) -> None:
         step = self._step + 1
+        self._plan.advance(step, self._state, time.monotonic())
+        is_over = step == self._plan.end_at
         # Set before the round, so that a round that fails is followed by a period like any other.
-        self._step = step % self._period
-        if step == self._period - self._overlap:
+        self._step = 0 if is_over else step
+        if step == self._plan.upload_at:
             self._begin_round()
-        if step == self._period:
+        if is_over:
             self._receive()
         goal = None if self._goal is None else self._goal.steps
         if goal is not None and self.step >= goal > self.agreed_steps:
@@ -362,7 +366,9 @@ class DiLoCo:
             return
         at = self._rounds.round % len(self.fragments)
         offer, mark = self._make_offer(at)
-        flight = Flight(at, offer, mark, Future(), self._traffic, self._overlap > 0)
+        is_hidden = self._plan.overlap_of(self._state.round) > 0
+        mix = 0.0 if self._plan.is_ramp(self._state.round) else self._mix
+        flight = Flight(at, offer, mark, Future(), self._traffic, is_hidden, mix)
         run = timed(lambda: self._rounds.run(offer))
         flight.blocked_s = time.monotonic() - began
         if flight.is_background:
@@ -380,7 +386,7 @@ class DiLoCo:
             self._checks.before_first_round()
             self._model.check_equal()
             self._is_checked = True
-        if self._is_retained:
+        if self._is_retained and not self._plan.is_ramp(self._state.round):
             self._uploaded = self._model.take_copy(fragment, self._uploaded)
         mark, weight, tokens, steps = Mark(self._counted, self.steps), *self._weigh(at)
         probe = self._checks.begin(fragment)
@@ -392,7 +398,8 @@ class DiLoCo:
             terms = None if self._lease is None else self._lease.ledger.terms
             sums = {**self._setup.describe(terms), **sums}
         claim, want, end = self._claim(at, is_finite=is_finite)
-        offer = Offer(weight, steps, tokens, claim, want, end, sums, is_finite)
+        next_s = self._plan.periods.seconds_at(self._state.round + 1)
+        offer = Offer(weight, steps, tokens, claim, want, end, sums, is_finite, next_s)
         return offer, mark
 
     def _weigh(self, at: int) -> tuple[float, float, int]:
@@ -444,7 +451,7 @@ class DiLoCo:
         used = self._traffic.since(flight.before)
         hidden_s = max(0.0, min(ended, began) - started) if flight.is_background else 0.0
         blocked_s = flight.blocked_s + time.monotonic() - began
-        report = make_report(manifest, flight.offer.weight, used, hidden_s, blocked_s)
+        report = make_report(manifest, flight.offer, used, hidden_s, blocked_s, self._setup.outer)
         self._reports.add(report)
         untold = [] if self._group.process else self._checks.take_untold()
         send_round(report, manifest, self._run, self.config.rank, self._group.process, untold)
@@ -461,6 +468,7 @@ class DiLoCo:
         if lease is not None and self._state.ledger is not None:
             lease.ledger = self._state.ledger
         is_member = result.fate == MEMBER
+        self._plan.settle(self._state)
         if is_member and lease is not None:
             lease.was_member(flight.fragment, flight.offer.claim)
         self._reported = Mark(
@@ -479,7 +487,7 @@ class DiLoCo:
     def _apply_result(self, flight: Flight, fate: str) -> None:
         """Take the global values into the model; what a late row holds must not stay in it."""
         fragment = self.fragments[flight.fragment]
-        mix = self._mix if fate == MEMBER else 0.0
+        mix = flight.mix if fate == MEMBER else 0.0
         if self._uploaded is not None:
             self._model.move_on(fragment, self._uploaded)
         else:
@@ -725,7 +733,7 @@ class DiLoCo:
         terms = read_terms(
             dataset,
             stream,
-            (self.config.world_size, self._group.processes, len(self.fragments), self._period),
+            (self.config.world_size, self._group.processes, *self._plan.periods.lease),
             seed=seed,
             shuffle=bool(shuffle),
             epochs=epochs,
@@ -751,14 +759,7 @@ class DiLoCo:
     def data_report(self) -> DataReport:
         """What of the data was used, in which round and by whom, as the store has it."""
         self._receive()
-
-        def read() -> list[Manifest]:
-            if self._store is None:
-                assert isinstance(self._rounds, LocalRounds)
-                return self._rounds.manifests
-            return read_manifests(self._store, self._run, self._state.round)
-
-        manifests = from_leader(self._group, read)
+        manifests = from_leader(self._group, lambda: self._setup.read_manifests(self._rounds))
         count = len(self.fragments)
         return make_data_report(self._state.ledger, manifests, count, self._lease, self._sampler)
 
@@ -775,7 +776,7 @@ class DiLoCo:
             return (), 0, None
         claim = lease.claim(at, is_finite=is_finite)
         self._rounds.values.fresh = lease.fresh
-        want = 0 if self._leave.is_requested else sampler.want(self._period)
+        want = 0 if self._leave.is_requested else sampler.want(self._plan.guess_steps(self._state))
         return claim, want, sampler.end
 
     def _be_honest(self) -> None:
@@ -888,5 +889,9 @@ class DiLoCo:
         return self._reports.last
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start: rounds, bytes up and down, seconds hidden and blocked."""
+        """Totals since the start: rounds, bytes, seconds hidden and blocked; those of the ramp."""
         return dict(self._reports.totals)
+
+    def describe(self) -> dict[str, str]:
+        """What this run does between and in its rounds, and why, in sentences."""
+        return describe(self._settings, self._plan.periods, self._setup.outer)

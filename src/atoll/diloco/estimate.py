@@ -12,6 +12,7 @@ from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.core.model import Model
 from atoll.diloco.codecs import CODECS, CodecRow
+from atoll.diloco.periods import NO_WARMUP, RAMP, check_warmup, read_periods
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ class Estimate(Model, frozen=True):
     blocked_s: float
     utilisation: float
     dollars: float
+    extra_rounds: float = 0.0  # of the warm-up, in the whole run, beside those of full periods
+    extra_bytes: int = 0  # up and down, in the whole run
 
     @property
     def requests(self) -> int:
@@ -66,10 +69,11 @@ def estimate(
     *,
     parameters: int,
     replicas: int,
-    sync_every: int,
+    sync_every: int | str,
     step_s: float,
     link_gbps: float,
     codec: str = "fp32",
+    warmup: str = NO_WARMUP,
     fragments: int = 1,
     overlap_steps: int = 0,
     latency_s: float = 0.03,
@@ -81,12 +85,18 @@ def estimate(
     """
     check_int("parameters", parameters, 1, 10**15)
     check_int("replicas", replicas, 1, 10**6)
-    check_int("sync_every", sync_every, 1, 10**9)
-    check_int("fragments", fragments, 1, sync_every)
-    if sync_every % fragments:
-        raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
-    check_int("overlap_steps", overlap_steps, 0, sync_every // fragments - 1)
     check_number("step_s", step_s, 1e-9, 1e9)
+    periods = read_periods(sync_every)
+    check_warmup(warmup)
+    steps = max(1, round(periods.clock_s / step_s)) if periods.clock_s else periods.every[0][1]
+    check_int("fragments", fragments, 1, steps)
+    if steps % fragments and not periods.clock_s:
+        raise ValidationError("sync_every", steps, f"expected a multiple of {fragments}")
+    check_int("overlap_steps", overlap_steps, 0, steps // fragments - 1)
+    periods = periods._replace(fragments=fragments)
+    extra = 0.0
+    if warmup == RAMP and replicas > 1:
+        extra = periods._replace(ramp=periods.full_ramp).extra_rounds(steps)
     check_number("link_gbps", link_gbps, 1e-6, 1e6)
     check_number("latency_s", latency_s, 0, 3600)
     row = _choose("codec", codec, CODECS)
@@ -102,7 +112,7 @@ def estimate(
     waits_s = 0.0 if alone else TRIPS * latency_s * fragments
     round_s = codec_s + transfer_s + waits_s
     blocked_s = max(0.0, round_s - overlap_steps * step_s * fragments)
-    compute_s = sync_every * step_s
+    compute_s = steps * step_s
     moved_gb = replicas * up / 1e9, replicas * down / 1e9
     return Estimate(
         bytes_up=round(up),
@@ -124,6 +134,8 @@ def estimate(
             + moved_gb[0] * price.up_gb
             + moved_gb[1] * price.down_gb
         ),
+        extra_rounds=extra,
+        extra_bytes=round(extra * (up + down)),
     )
 
 
@@ -146,6 +158,11 @@ def table(result: Estimate) -> str:
         ("compute utilisation", f"{result.utilisation:.1%}"),
         ("store, a round", f"${result.dollars:.6f}"),
     ]
+    if result.extra_rounds:
+        rows += [
+            ("rounds more, by the warm-up", f"{result.extra_rounds:.1f} in the whole run"),
+            ("bytes more, each replica", f"{_bytes(result.extra_bytes)} in the whole run"),
+        ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

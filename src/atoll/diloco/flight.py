@@ -34,6 +34,7 @@ class Flight:
     job: Future[tuple[RoundResult, float, float]]  # its result, when it began and when it ended
     before: Traffic
     is_background: bool  # the model trains on meanwhile
+    mix: float  # of the replica's own values, stays
     blocked_s: float = 0.0
 
 

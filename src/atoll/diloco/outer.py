@@ -89,24 +89,36 @@ RULES: dict[str, OuterRule] = {rule.name: rule for rule in (Nesterov(), HeavyBal
 
 
 class OuterConfig(NamedTuple):
-    """`is_open`: nobody said what it is, so that of a run in the store is taken."""
+    """`is_open`: nobody said what it is, so that of a run in the store is taken.
+
+    `ramp`: so many turns begin the run with plain averages; the settings count from there on.
+    """
 
     lr: ByRound = 0.7
     momentum: ByRound = 0.9
     rule: OuterRule = RULES["nesterov"]
     preset: str = ""
     is_open: bool = False
+    ramp: int = 0
 
     @property
     def description(self) -> str:
-        return f"outer_lr {show(self.lr)}, outer_momentum {show(self.momentum)}"
+        settings = f"outer_lr {show(self.lr)}, outer_momentum {show(self.momentum)}"
+        return settings if not self.ramp else f"{settings}, after a ramp of {self.ramp} rounds"
 
     @property
     def text(self) -> str:
         """The settings as the layout of a run holds them."""
         return msgspec.json.encode(
-            _Stored(self.rule.name, self.lr, self.momentum, self.preset)
+            _Stored(self.rule.name, self.lr, self.momentum, self.preset, self.ramp)
         ).decode()
+
+    def turn_at(self, number: int) -> OuterTurn | None:
+        """What the rule is to do; None: a plain average."""
+        number -= self.ramp
+        if number < 0:
+            return None
+        return OuterTurn(number, value_at(self.lr, number), value_at(self.momentum, number))
 
     def take(self, text: str) -> OuterConfig:
         """The settings of a run, if none were given here. Raises ValidationError if they differ."""
@@ -115,10 +127,11 @@ class OuterConfig(NamedTuple):
             if theirs.rule not in RULES:
                 raise ValidationError("outer", None, f"the run began with {theirs.rule!r}")
             rule = RULES[theirs.rule]
-            return OuterConfig(theirs.lr, theirs.momentum, rule, theirs.preset, is_open=True)
+            settings = (theirs.lr, theirs.momentum, rule, theirs.preset)
+            return OuterConfig(*settings, is_open=True, ramp=theirs.ramp)
         if self.preset and theirs.preset != self.preset:
             began = repr(theirs.preset) if theirs.preset else "none"
-            label = OuterConfig(theirs.lr, theirs.momentum).description
+            label = OuterConfig(theirs.lr, theirs.momentum, ramp=theirs.ramp).description
             raise ValidationError("preset", self.preset, f"the run began with {began}: {label}")
         for setting, ours, other in (
             ("outer_lr", self.lr, theirs.lr),
@@ -129,6 +142,12 @@ class OuterConfig(NamedTuple):
                 raise ValidationError(setting, label, f"the run began with {show(other)}")
         if self.rule.name != theirs.rule:
             raise ValidationError("outer", self.rule.name, f"the run began with {theirs.rule!r}")
+        if self.ramp != theirs.ramp:
+            here, began = (
+                f"a ramp of {each} rounds" if each else "none" for each in (self.ramp, theirs.ramp)
+            )
+            expected = f"the run began with {began}: the ramp follows from sync_every and fragments"
+            raise ValidationError("warmup", here, expected)
         return self._replace(preset=theirs.preset)
 
 
@@ -137,6 +156,7 @@ class _Stored(msgspec.Struct, frozen=True):
     lr: ByRound
     momentum: ByRound
     preset: str = ""
+    ramp: int = 0
 
 
 _STORED = json_decoder(_Stored)
@@ -176,12 +196,14 @@ class OuterRows:
 
     def step(self, round: int, start: int, mean: Floats) -> None:
         """Step the values of the rows from `start` on. `mean` is left alone."""
-        config, number = self._config, round // self._fragments
-        turn = OuterTurn(number, value_at(config.lr, number), value_at(config.momentum, number))
+        turn, rule = self._config.turn_at(round // self._fragments), self._config.rule
         for first in range(0, mean.size, SLICE):
             gradient = mean[first : first + SLICE]
             at = slice(start + first, start + first + gradient.size)
-            config.rule.step({name: row[at] for name, row in self.rows.items()}, gradient, turn)
+            if turn is None:
+                self.values[at] -= gradient
+            else:
+                rule.step({name: row[at] for name, row in self.rows.items()}, gradient, turn)
 
 
 def read_rule(rule: str | OuterRule) -> OuterRule:

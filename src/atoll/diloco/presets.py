@@ -13,9 +13,24 @@ from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.diloco.group import Processes
 from atoll.diloco.outer import ByRound, OuterConfig, OuterRule, read_by_round, read_rule
+from atoll.diloco.periods import (
+    MAX_STEPS,
+    NO_WARMUP,
+    RAMP,
+    Periods,
+    check_warmup,
+    read_periods,
+)
 
 # Momentum that remembers about as much as there is to remember: 1 - 1 / (2 + round / 20), to 0.9.
 WARM_UP = ((0, 0.5), (10, 0.6), (20, 0.667), (40, 0.75), (80, 0.833), (160, 0.9))
+# Shorter periods are like those that a ramp begins with, and have little to gain from it.
+RAMP_FROM = 16
+DEFAULT_REASON = (
+    "the default: a ramp closes some of the gap to synchronous training for a constant number of "
+    "rounds; in runs of some hundred rounds a momentum that grows from 0.5 loses least, while the "
+    "published 0.9 is for thousands (docs/evidence.md)"
+)
 KEEP = "keep"  # for `mix`: what was trained while a result was on its way stays, on top of it
 
 
@@ -29,7 +44,8 @@ class OuterPreset:
 
     name: str
     reference: str
-    sync_every: int | None = None
+    sync_every: int | str | tuple[tuple[int, int], ...] | None = None
+    warmup: str | None = NO_WARMUP  # None: a ramp, to periods of at least `RAMP_FROM` steps
     outer_lr: ByRound = 0.7
     outer_momentum: ByRound = 0.9
     outer: str = "nesterov"
@@ -39,10 +55,15 @@ class OuterPreset:
     codec: str = "fp32"
     down_codec: str | None = None
 
+    @property
+    def reason(self) -> str:
+        """Why the outer settings are what they are."""
+        return f"preset {self.name!r}, {self.reference}" if self.name else DEFAULT_REASON
+
 
 def default() -> OuterPreset:
     """What a `DiLoCo` without a preset does: chosen by measurement, see docs/evidence.md."""
-    return OuterPreset("", "docs/evidence.md", outer_momentum=WARM_UP)
+    return OuterPreset("", "docs/evidence.md", warmup=None, outer_momentum=WARM_UP)
 
 
 def diloco() -> OuterPreset:
@@ -84,21 +105,8 @@ def sparseloco(k: int = 64, chunk: int = 4096, decay: float = 0.95) -> OuterPres
 
 def muloco() -> OuterPreset:
     """For Muon as the inner optimiser of the matrices: `DiLoCo(model, [muon, adamw])`."""
-    return OuterPreset("muloco", "arXiv 2505.23725", sync_every=30, codec="int4")
-
-
-def pier(rounds: int = 100, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> OuterPreset:
-    """Momentum that grows in the first tenth of the rounds, and falls in the last fifth."""
-    check_int("rounds", rounds, 1, 10**9)
-    low = min(0.5, outer_momentum)
-    up, down = max(1, rounds // 10), max(2, rounds - rounds // 5)
-    points = {0: low, up: outer_momentum, down: outer_momentum, max(down + 1, rounds): low}
     return OuterPreset(
-        "pier",
-        "arXiv 2511.17849",
-        sync_every=50,
-        outer_lr=outer_lr,
-        outer_momentum=tuple(sorted(points.items())),
+        "muloco", "arXiv 2505.23725", sync_every=30, outer_lr=0.7, outer_momentum=0.6, codec="int4"
     )
 
 
@@ -112,7 +120,6 @@ PRESETS: dict[str, Callable[..., OuterPreset]] = {
     "streaming-diloco": streaming_diloco,
     "sparseloco": sparseloco,
     "muloco": muloco,
-    "pier": pier,
     "eager": eager,
 }
 
@@ -132,7 +139,8 @@ def read_preset(preset: str | OuterPreset | None) -> OuterPreset:
 class LoopSettings:
     """What a `DiLoCo` does: the preset, with the arguments that were given in its place."""
 
-    sync_every: int
+    preset: OuterPreset
+    periods: Periods
     outer: OuterConfig
     fragments: int
     overlap_steps: int
@@ -154,37 +162,44 @@ def read_settings(
     chosen = replace(
         base, **{name: value for name, value in overrides.items() if value is not None}
     )
-    sync_every = chosen.sync_every
-    if sync_every is None:
-        raise ValidationError("sync_every", None, "expected a number of steps, or a preset")
-    check_int("sync_every", sync_every, 1, 10**9)
+    periods = read_periods(chosen.sync_every)
+    warmup = chosen.warmup
+    if warmup is None:
+        warmup = RAMP if periods.every and periods.every[0][1] >= RAMP_FROM else NO_WARMUP
+    check_warmup(warmup)
     lr = read_by_round("outer_lr", chosen.outer_lr, 100)
     beta = read_by_round("outer_momentum", chosen.outer_momentum, 1)
     rule: OuterRule = read_rule(chosen.outer)
     fragments, overlap = chosen.fragments, chosen.overlap_steps
+    lengths = [steps for _, steps in periods.every]
     if overrides.get("fragments") is None:
+        most = max(1, min(fragments, parameters, *lengths, MAX_STEPS))
         fragments = max(
-            each
-            for each in range(1, max(1, min(fragments, parameters, sync_every)) + 1)
-            if sync_every % each == 0
+            each for each in range(1, most + 1) if all(length % each == 0 for length in lengths)
         )
-    check_int("fragments", fragments, 1, 10**9)
-    if sync_every % fragments:
-        raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
-    longest = sync_every // fragments - 1
+    check_int("fragments", fragments, 1, MAX_STEPS)
+    if odd := [length for length in lengths if length % fragments]:
+        raise ValidationError("sync_every", odd[0], f"expected a multiple of {fragments}")
+    if periods.clock_s and overlap >= MAX_STEPS:
+        expected = "expected fewer steps than the seconds of sync_every have"
+        raise ValidationError("overlap_steps", "a whole period", expected)
+    longest = min(lengths, default=MAX_STEPS) // fragments - 1
     if overrides.get("overlap_steps") is None:
         overlap = min(overlap, longest)
     check_int("overlap_steps", overlap, 0, longest)
+    periods = periods._replace(fragments=fragments)
+    ramp = periods.full_ramp if warmup == RAMP else 0
     is_retained = chosen.mix == KEEP
     if not is_retained:
         if isinstance(chosen.mix, str):
             raise ValidationError("mix", chosen.mix, f"expected a number from 0 to 1, or {KEEP!r}")
         check_number("mix", chosen.mix, 0, 1)
-    header = ("outer_lr", "outer_momentum", "outer")
+    header = ("outer_lr", "outer_momentum", "outer", "warmup")
     is_open = preset is None and all(overrides.get(name) is None for name in header)
     return LoopSettings(
-        sync_every,
-        OuterConfig(lr, beta, rule, base.name, is_open),
+        base,
+        periods._replace(ramp=ramp),
+        OuterConfig(lr, beta, rule, base.name, is_open, ramp),
         fragments,
         overlap,
         0.0 if is_retained else float(chosen.mix),
@@ -194,14 +209,29 @@ def read_settings(
     )
 
 
+def describe(settings: LoopSettings, periods: Periods, outer: OuterConfig) -> dict[str, str]:
+    """What a run does, and why, in words; `periods` and `outer` as the run has them."""
+    return {
+        "sync_every": periods.description,
+        "warmup": periods.ramp_description,
+        "outer": f"{outer.rule.name}, {outer.description}",
+        "reason": settings.preset.reason,
+        "fragments": str(settings.fragments),
+        "overlap_steps": str(settings.overlap_steps),
+        "mix": KEEP if settings.is_retained else f"{settings.mix:g}",
+        "codec": getattr(settings.codec, "name", settings.codec),
+    }
+
+
 def refuse_unlike(group: Processes, settings: LoopSettings, run: str) -> None:
     """Raises ValidationError in all processes of a replica if one of them has other settings.
 
     They would wait for each other in different rounds. The outer settings are those of the run:
     they are compared with it.
     """
-    names = ("sync_every", "fragments", "overlap_steps", "mix", "codec", "down_codec")
+    names = ("fragments", "overlap_steps", "mix", "codec", "down_codec")
     values = {name: getattr(settings, name) for name in names} | {"run_id": run}
+    values |= {"sync_every": settings.periods.description}
     # A codec of the caller's own is known by its name.
     messages = group.gather({name: getattr(each, "name", each) for name, each in values.items()})
     for process, message in enumerate(messages):

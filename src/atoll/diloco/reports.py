@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 from atoll.agent.metrics import report_round
 from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
+from atoll.diloco.outer import OuterConfig
+from atoll.diloco.round.effects import Offer
 from atoll.diloco.round.objects import Manifest, Member
 from atoll.objectstore import Traffic
 
@@ -22,7 +24,7 @@ log = logging.getLogger("atoll.diloco")
 
 # So many members tell the manifest; if all did, a round of 1,000 replicas would take 1,000 of them.
 TELLERS = 3
-_TOTALS = ("rounds", "bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
+_TOTALS = ("bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
 
 
 class RoundReport(NamedTuple):
@@ -37,21 +39,35 @@ class RoundReport(NamedTuple):
     requests: int
     hidden_s: float  # the store worked while the model trained
     blocked_s: float  # the model did not train
+    steps: int = 0  # of this replica since the round before
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    is_ramp: bool = False  # a plain average of the warm-up
 
 
 def make_report(
-    manifest: Manifest, weight: float, used: Traffic, hidden_s: float, blocked_s: float
+    manifest: Manifest,
+    offer: Offer,
+    used: Traffic,
+    hidden_s: float,
+    blocked_s: float,
+    outer: OuterConfig,
 ) -> RoundReport:
+    turn = outer.turn_at(manifest.round // manifest.fragments)
     return RoundReport(
         manifest.round // manifest.fragments,
         manifest.round % manifest.fragments,
         tuple(each.rank for each in manifest.members if read_bad(each.sums) is None),
-        weight,
+        offer.weight,
         used.bytes_up,
         used.bytes_down,
         used.requests,
         hidden_s=hidden_s,
         blocked_s=blocked_s,
+        steps=offer.steps,
+        outer_lr=1.0 if turn is None else turn.lr,
+        outer_momentum=0.0 if turn is None else turn.momentum,
+        is_ramp=turn is None,
     )
 
 
@@ -66,14 +82,18 @@ class RoundReports:
 
     def __init__(self, on_round: Callable[[RoundReport], None] | None) -> None:
         self.last: deque[RoundReport] = deque(maxlen=10_000)
-        self.totals = dict.fromkeys(_TOTALS, 0.0)
+        names = ("rounds", *_TOTALS, "ramp_rounds", "ramp_bytes")
+        self.totals = dict.fromkeys(names, 0.0)
         self._on_round = on_round
 
     def add(self, report: RoundReport) -> None:
         self.last.append(report)
         self.totals["rounds"] += 1
-        for name in _TOTALS[1:]:
+        for name in _TOTALS:
             self.totals[name] += getattr(report, name)
+        if report.is_ramp:
+            self.totals["ramp_rounds"] += 1
+            self.totals["ramp_bytes"] += report.bytes_up + report.bytes_down
         log.info("%s", report)
         if self._on_round:
             self._on_round(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
@@ -11,8 +12,11 @@ from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Claim, Terms
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.group import Processes, TrainingGroup, from_leader
+from atoll.diloco.history import read_manifests
 from atoll.diloco.model import ModelFragment, ReplicaModel, check_layout
 from atoll.diloco.outer import OuterConfig, OuterRows
+from atoll.diloco.periods import PeriodPlan
+from atoll.diloco.presets import LoopSettings
 from atoll.diloco.replica_config import ReplicaConfig
 from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
@@ -49,7 +53,7 @@ class RunSetup:
         outer: OuterConfig,
     ) -> None:
         self._config, self._run, self._group, self._store = config, run, group, store
-        self._fragments, self._codecs, self._outer = fragments, (codec, mean_codec), outer
+        self._fragments, self._codecs, self.outer = fragments, (codec, mean_codec), outer
 
     def make_rounds(
         self,
@@ -68,7 +72,7 @@ class RunSetup:
         for fragment in fragments:
             cut = Cut.of(fragment.size, config.world_size, self._codecs)
             share = Share(cut, group.process, group.processes)
-            fragment.carry(share, OuterRows(share.size, self._outer, len(fragments)))
+            fragment.carry(share, OuterRows(share.size, self.outer, len(fragments)))
             model.take(fragment, fragment.values)
         rows = [fragment.upload for fragment in fragments]
         if store is None:
@@ -94,6 +98,27 @@ class RunSetup:
         many = GlooGroup(group.ranks, group_s) if isinstance(group, TrainingGroup) else None
         return RoundDriver(values, self.layout, round_config, pace, group=many, adopt=self._adopt)
 
+    def plan_periods(self, settings: LoopSettings, state: RunState) -> PeriodPlan:
+        """The periods of a run that was joined, whose ramp may not be that of the settings."""
+        group = self._group
+        plan = PeriodPlan(
+            settings.periods._replace(ramp=self.outer.ramp),
+            settings.overlap_steps,
+            lambda decide: from_leader(group, decide),
+            time.monotonic(),
+            is_many=group.processes > 1,
+        )
+        if state.round:
+            plan.settle(state)
+        return plan
+
+    def read_manifests(self, rounds: RoundDriver | LocalRounds) -> list[Manifest]:
+        """Of all rounds of the run."""
+        if self._store is None:
+            assert isinstance(rounds, LocalRounds)
+            return rounds.manifests
+        return read_manifests(self._store, self._run, rounds.round)
+
     @property
     def layout(self) -> RunLayout:
         codec, mean_codec = self._codecs
@@ -102,16 +127,16 @@ class RunSetup:
             self._config.world_size,
             codec.name,
             mean_codec.name,
-            self._outer.text,
+            self.outer.text,
             tuple(fragment.names for fragment in self._fragments),
         )
 
     def _adopt(self, theirs: RunLayout) -> RunLayout:
         """The layout to go on with in a run that began with `theirs`. Raises ValidationError."""
         check_layout(theirs, self._fragments, self._run)
-        self._outer = self._outer.take(theirs.outer)
+        self.outer = self.outer.take(theirs.outer)
         for fragment in self._fragments:
-            fragment.outer.configure(self._outer)
+            fragment.outer.configure(self.outer)
         return self.layout
 
     def describe(self, terms: Terms | None) -> dict[str, str]:
@@ -120,7 +145,7 @@ class RunSetup:
         settings = {
             "codec": codec.name,
             "mean_codec": mean_codec.name,
-            "outer": self._outer.description,
+            "outer": self.outer.description,
         }
         if terms is None:
             return settings | {"data": "the script's own"}
@@ -200,6 +225,7 @@ class LocalRounds:
             size=fragment.share.cut.size,
             fragments=len(fragments),
             data=None if ledger is None else ledger.terms,
+            next_s=offer.next_s,
         )
         if ledger is not None:
             claim = Claim(self._rank, offer.claim, offer.want, offer.end)
@@ -211,6 +237,8 @@ class LocalRounds:
             ledger=ledger,
             steps=state.steps + offer.steps,
             tokens=state.tokens + offer.tokens,
+            manifest_at=time.monotonic(),
+            is_current=True,
         )
         return self._result(MEMBER)
 

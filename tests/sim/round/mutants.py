@@ -205,6 +205,27 @@ class NoRoundAtOpen(SimMachine):
         yield
 
 
+class ClockOfTheUpload(SimMachine):
+    def _upload(self, rest: Any = ()) -> Steps:
+        yield from super()._upload(rest)
+        self.uploaded_at = yield from self._sleep(0)
+
+    @property
+    def state(self) -> Any:
+        return super().state._replace(manifest_at=getattr(self, "uploaded_at", 0.0))
+
+
+class ClockOfAnother(SimMachine):
+    @property
+    def state(self) -> Any:
+        return super().state._replace(manifest_at=self._manifest_at + 60.0)
+
+
+class SilentManifest(SimMachine):
+    def _take_offer(self, offer: Any) -> None:
+        super()._take_offer(offer._replace(next_s=0.0))
+
+
 class NoEmptyRound(SimMachine):
     def _take_empty_round(self) -> Steps:
         return self._result(DROPPED)
@@ -388,6 +409,9 @@ ONE_PROCESS = (
         "the newest upload counts, not the one that was handed in",
         patches=((decide, "_precedence", lambda found: (found.time, found.key)),),
     ),
+    Mutant("a period counts from the upload", machine=ClockOfTheUpload, settings={"next_s": 8.0}),
+    Mutant("a period counts by another clock", machine=ClockOfAnother, settings={"next_s": 8.0}),
+    Mutant("the next period is not told", machine=SilentManifest, settings={"next_s": 8.0}),
     Mutant("who joins again trains first", machine=NoEmptyRound),
     Mutant("a damaged manifest is not read again", machine=ManifestReadOnce),
     Mutant(
@@ -499,6 +523,9 @@ CAUGHT_BY: dict[str, int | str] = {
     "late uploads of leavers are lost": "decided_in_the_instant_of_the_last_upload",
     "what all handed in waits for the next period": "all_leave_and_the_run_goes_on",
     "the newest upload counts, not the one that was handed in": "leaves_and_comes_back",
+    "a period counts from the upload": 0,
+    "a period counts by another clock": 0,
+    "the next period is not told": 0,
     "who joins again trains first": "dropped_by_prepare",
     "a damaged manifest is not read again": "manifest_damaged_once",
     "neither claim check nor honesty": 3,

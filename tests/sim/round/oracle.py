@@ -82,6 +82,7 @@ class Oracle:
         self.parts: dict[str, dict[int, int]] = {}
         self.first_upload_at: float | None = None
         self.manifests: dict[str, Manifest] = {}
+        self.decided_at: dict[str, float] = {}
         self.pieces: dict[str, State] = {}
         self.named: set[str] = set()  # folders of pieces that a checkpoint names
         self.truth: dict[str, State] = {}
@@ -143,6 +144,12 @@ class Oracle:
 
     def _see_manifest(self, manifest: Manifest) -> None:
         self.manifests[manifest.digest] = manifest
+        self.decided_at[manifest.digest] = self.now
+        is_offer = any(
+            manifest.decided_by in each.upload for each in manifest.members if each.weight
+        )
+        if manifest.next_s != self.setup.next_s and (is_offer or manifest.next_s):
+            self.fail("O15", f"round {manifest.round} ends the next period in {manifest.next_s} s")
         ranks = [member.rank for member in manifest.members]
         if len(set(ranks)) < len(ranks):
             self.fail("O6", f"a rank is in round {manifest.round} twice: {ranks}")
@@ -262,6 +269,11 @@ class Oracle:
         self.stats["commits"] += 1
         if machine.round != round + 1 or manifest.chain != before:
             self.fail("O8", f"{nonce} took round {round} at {machine.round - 1}, {before}")
+        # O15: its next period counts from when it had the manifest, by its own clock.
+        process = machine.recorder.process
+        at = machine.state.manifest_at - process.task.clock
+        if not self.decided_at[manifest.digest] - 1e-6 <= at <= process.run.world.now + 1e-6:
+            self.fail("O15", f"{nonce} had the manifest of round {round} at {at:.2f}")
         if set(outcomes) != set(manifest.names):
             self.fail("O2", f"{nonce} took round {round} without all of its means")
         if before not in self.truth:

@@ -85,6 +85,7 @@ class Setup:
     launch: str = "one"
     version: int = 0  # of settings that all must have alike
     is_parallel: bool = False  # several objects are read at once, as a real driver does
+    next_s: float = 0.0  # periods go by the clock: manifests say when the next one ends
 
     def has(self, mutant: str) -> bool:
         return mutant in self.mutants
@@ -864,7 +865,7 @@ class Process:
             except (StoreError, AtollError, DamagedObject):
                 yield "sleep", 2.0
         while True:
-            yield "sleep", setup.period_s * self.run.slowness.get(self.rank, 1.0)
+            yield "sleep", self._period_s()
             if rng.random() < setup.training:
                 self.train()
             is_bad = rng.random() < setup.not_finite
@@ -914,6 +915,16 @@ class Process:
             except (StoreError, AtollError, DamagedObject):
                 yield "sleep", rng.choice((0.1, 1.0, 5.0))
 
+    def _period_s(self) -> float:
+        """By the clock, only the leader looks at it: the others wait for it before the round."""
+        setup, machine = self.setup, self.machine
+        if not setup.next_s:
+            return setup.period_s * self.run.slowness.get(self.rank, 1.0)
+        if machine is None or machine.last is None or not machine.state.is_current:
+            return 0.1  # one that was not in the round does not know how old its manifest is
+        seconds = machine.last.next_s or setup.next_s
+        return max(0.1, machine.state.manifest_at + seconds - self.run.world.clock(self.task))
+
     def _hand_in(self, weight: int, is_finite: bool) -> Steps:
         """The rows of all fragments, but that of the one whose upload is on its way."""
         pending = self.rounds % len(self.setup.cells) if self.is_pending else None
@@ -951,6 +962,7 @@ class Process:
             claim=claim,
             want=4,
             is_finite=is_finite,
+            next_s=self.setup.next_s,
         )
 
     def _check_honesty(self) -> None:

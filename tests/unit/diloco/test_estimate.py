@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from atoll.core.errors import ValidationError
@@ -97,3 +99,20 @@ def test_means_that_travel_in_a_finer_codec_are_counted_as_such() -> None:
 def test_fragments_that_the_outer_loop_would_refuse_are_refused() -> None:
     with pytest.raises(ValidationError, match="sync_every: 100 .* multiple of 3"):
         example(fragments=3)
+
+
+def test_a_ramp_costs_a_constant_number_of_rounds_and_seconds_are_steps() -> None:
+    settings: dict[str, Any] = {"parameters": 10**9, "replicas": 4, "step_s": 0.5, "link_gbps": 1}
+    plain = estimate(sync_every=30, **settings)
+    ramp = estimate(sync_every=30, warmup="ramp", **settings)
+    # Two rounds each of 1, 2, 4, 8 and 16 steps, while two of 30 would have been made.
+    assert ramp.extra_rounds == pytest.approx(10 - 62 / 30)
+    assert ramp.extra_bytes == round(ramp.extra_rounds * (plain.bytes_up + plain.bytes_down))
+    assert (plain.extra_rounds, "warm-up" in table(plain)) == (0, False)
+    assert "7.9 in the whole run" in table(ramp)
+    assert estimate(sync_every="15s", **settings) == plain
+    assert estimate(sync_every="15s", warmup="ramp", **settings).extra_rounds == pytest.approx(
+        12 - 2 * 63 / 64
+    )
+    with pytest.raises(ValidationError, match="warmup: 'slow'"):
+        estimate(sync_every=30, warmup="slow", **settings)

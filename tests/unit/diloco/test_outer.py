@@ -164,13 +164,13 @@ def test_lr_one_without_momentum_lands_on_the_mean_of_the_replicas() -> None:
 
 
 def test_a_run_keeps_its_settings_and_names_others() -> None:
-    run = OuterConfig(0.7, RAMP, preset="pier")
+    run = OuterConfig(0.7, RAMP, preset="muloco")
     assert run.take(run.text) == run
     assert OuterConfig(is_open=True).take(run.text)[:4] == run[:4]
     for config, message in (
         (OuterConfig(0.7, 0.9), "outer_momentum: 0.9.*0.5 at round 2, 0.9 at round 6"),
         (OuterConfig(0.6, RAMP), "outer_lr: 0.6"),
-        (OuterConfig(0.7, RAMP, preset="diloco"), "preset: 'diloco'.*began with 'pier'"),
+        (OuterConfig(0.7, RAMP, preset="diloco"), "preset: 'diloco'.*began with 'muloco'"),
         (OuterConfig(0.7, RAMP, Adam()), "outer: 'adam'.*'nesterov'"),
     ):
         with pytest.raises(ValidationError, match=message):

@@ -15,13 +15,13 @@ from atoll.diloco.presets import PRESETS, read_settings
 
 def settings(preset: Any = None, parameters: int = 10, **given: Any) -> presets.LoopSettings:
     names = ("sync_every", "outer_lr", "outer_momentum", "outer", "fragments")
-    names += ("overlap_steps", "mix", "codec", "down_codec")
+    names += ("overlap_steps", "mix", "codec", "down_codec", "warmup")
     return read_settings(preset, parameters, **{name: given.get(name) for name in names})
 
 
 def test_presets_have_the_published_values() -> None:
     assert settings("diloco").outer[:2] == (0.7, 0.9)
-    assert settings("diloco").sync_every == 500
+    assert settings("diloco").periods.every == ((0, 500),)
     streaming = settings("streaming-diloco")
     assert (streaming.fragments, streaming.overlap_steps, streaming.mix) == (4, 5, 0.5)
     assert streaming.codec == "e3m0"
@@ -29,7 +29,7 @@ def test_presets_have_the_published_values() -> None:
     assert (sparse.codec, sparse.outer[:2]) == ("sparse:64/4096@0.95", (1.0, 0.0))
     eager = settings("eager", sync_every=20)
     assert (eager.overlap_steps, eager.is_retained) == (19, True)
-    assert settings("pier").outer.momentum == ((0, 0.5), (10, 0.9), (80, 0.9), (100, 0.5))
+    assert settings("muloco").outer[:2] == (0.7, 0.6)
 
 
 def test_without_a_preset_the_momentum_grows_to_the_published_one() -> None:
@@ -37,6 +37,15 @@ def test_without_a_preset_the_momentum_grows_to_the_published_one() -> None:
     assert outer.is_open
     assert (outer.lr, value_at(outer.momentum, 0), value_at(outer.momentum, 160)) == (0.7, 0.5, 0.9)
     assert not settings(sync_every=5, outer_momentum=0.9).outer.is_open
+
+
+def test_without_a_preset_long_periods_begin_with_a_ramp() -> None:
+    assert settings(sync_every=30).outer.ramp == settings(sync_every=30).periods.ramp == 10
+    assert settings(sync_every=30, outer_lr=0.5).outer.ramp == 10
+    assert settings(sync_every=30, warmup="none").outer.ramp == 0
+    assert settings(sync_every=15).outer.ramp == 0
+    assert settings(sync_every=8, warmup="ramp").outer.ramp == 6
+    assert all(settings(name).outer.ramp == 0 for name in PRESETS)  # as their papers have them
 
 
 def test_what_is_given_wins_and_the_rest_fits_the_steps_and_the_model() -> None:

@@ -328,6 +328,7 @@ def make_manifest(
     decision: Decision,
     terms: Terms,
     config: RoundConfig,
+    next_s: float = 0.0,
 ) -> Manifest:
     """The manifest of a decision. Claims that the ledger does not allow together are refused.
 
@@ -373,6 +374,7 @@ def make_manifest(
         refused=tuple(refused),
         decided_by=config.nonce,
         spread_s=max(0.0, times[-1] - times[min(config.quorum, len(times)) - 1]),
+        next_s=next_s,
     )
 
 

@@ -87,6 +87,7 @@ class Offer(NamedTuple):
 
     `sums`: words for all members of the round, also on the settings that all must have alike: the
     first that differs is what an `UnlikeUpload` names. Those of the last offer that had any count.
+    `next_s`: how long the period after the round is, where periods go by the clock.
     """
 
     weight: float
@@ -97,6 +98,7 @@ class Offer(NamedTuple):
     end: int | None = None
     sums: dict[str, str] = {}
     is_finite: bool = True
+    next_s: float = 0.0
 
     def with_later(self, since: Offer) -> Offer:
         """What its row is offered with again, with what came since."""
@@ -135,6 +137,8 @@ class RunState(NamedTuple):
     `last`: the manifest of the round before. `ledger`: of the shared data. `steps` and `tokens`
     are the run's clock: of the member that trained longest in each round, and of all members.
     `is_pending`: an offer was made for this round, and it is not known yet what became of it.
+    `manifest_at`: when the leader had the last manifest, by its own monotonic clock. `is_current`:
+    the last upload was in its round, so that is when it was decided.
     """
 
     round: int = 0
@@ -144,6 +148,8 @@ class RunState(NamedTuple):
     steps: int = 0
     tokens: float = 0.0
     is_pending: bool = False
+    manifest_at: float = 0.0
+    is_current: bool = False
 
 
 class EndMark(NamedTuple):

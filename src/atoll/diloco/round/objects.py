@@ -263,8 +263,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     `cells` of the round's fragment go to the shards in turn, so the names of all means follow from
     the manifest alone; with the codecs, too, whoever comes later reads them, whatever its own cut.
     `fragments` of the run take turns; this one has `size` values. `data`: the terms of the shared
-    data. `spread_s`: seconds between the upload that made the
-    quorum and the last.
+    data. `spread_s`: seconds between the upload that made the quorum and the last. `next_s`: the
+    next period ends so many seconds after whoever is in the round had this; 0: it counts steps.
     """
 
     round: Round
@@ -278,6 +278,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     refused: tuple[Refusal, ...] = ()
     decided_by: Nonce = "0" * 16
     spread_s: float = 0.0
+    next_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     layout: Digest = ZERO
     fragments: Annotated[int, Meta(ge=1)] = 1
     size: Count = 0

@@ -113,8 +113,8 @@ class RoundMachine:
         self._handing_in: _HandingIn | None = None
         self._joins = 0
         self._opened = 0.0  # the store's time
-        self._want, self._sums = 0, dict[str, str]()  # as last offered
-        self._now = 0.0
+        self._want, self._sums, self._next_s = 0, dict[str, str](), 0.0  # as last offered
+        self._now = self._manifest_at = 0.0
         self._chains: dict[int, str] = {}  # since the join
         self._plans: dict[int, str] = {}
         self._saved = self._covered = 0  # rounds of checkpoints, as far as it is known
@@ -129,6 +129,8 @@ class RoundMachine:
         return RunState(
             *(self.round, self.chain, self.last, self.ledger, self.steps, self.tokens),
             is_pending=self.is_pending,
+            manifest_at=self._manifest_at,
+            is_current=self._is_current,
         )
 
     # -- The calls ------------------------------------------------------------------------------
@@ -527,7 +529,7 @@ class RoundMachine:
     def _take_offer(self, offer: Offer) -> None:
         assert not self.is_pending, "prepare() comes first"
         self.offer = offer
-        self._want = offer.want
+        self._want, self._next_s = offer.want, offer.next_s or self._next_s
         self._sums = offer.sums or self._sums
         if not offer.is_finite:
             self.memory.drop()
@@ -612,7 +614,7 @@ class RoundMachine:
     def _create_manifest(self, look: Look, decision: Decision) -> Steps[Manifest]:
         if decision.missing:
             yield Log(f"round {self.round} goes on without ranks {list(decision.missing)}")
-        manifest = decide.make_manifest(look, decision, self._terms, self.config)
+        manifest = decide.make_manifest(look, decision, self._terms, self.config, self._next_s)
         key = objects.manifest_key(self.round)
         if (yield Create(key, objects.encode(manifest))):
             return manifest
@@ -634,7 +636,7 @@ class RoundMachine:
         outcomes: dict[str, Outcome] = {}
         rank = self.config.rank
         own = tuple(name for name in manifest.names if manifest.owner_of(name) == rank)
-        started = yield from self._sleep(0)
+        started = self._manifest_at = yield from self._sleep(0)
         if own and is_new:  # of an old round they are there, as a rule
             yield from self._make_means(manifest, own, outcomes)
             made = yield from self._sleep(0)
