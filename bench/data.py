@@ -82,6 +82,7 @@ def run(seed: int, kills: int) -> dict[str, Any]:
             model,
             inner,
             sync_every=20,
+            warmup="none",
             outer_momentum=0.5,
             uri=blobs,
             rank=rank,

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.tables import TABLES
+from tools.tables import TABLES, quality_svg
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(
@@ -58,7 +58,12 @@ def _below(value: Any, rest: str, place: str) -> Any:
     raise KeyError(f"bench/results has no {place!r}: nothing is called {rest!r} there")
 
 
+PICTURES = {ROOT / "docs/images/quality.svg": quality_svg}
+
+
 def main() -> None:
+    for picture, draw in PICTURES.items():
+        picture.write_text(draw())
     for page in pages():
         text = page.read_text()
         if (made := filled(text)) != text:

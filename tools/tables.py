@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import mean, stdev
+from typing import Any, NamedTuple
 
+from atoll.core.chart import Curve, Frame, draw_svg
 from atoll.diloco.codecs import CODECS, get_codec
 
 RESULTS = Path(__file__).parents[1] / "bench/results"
@@ -65,13 +67,10 @@ def _looks(backend: str) -> list[float]:
 def outer() -> str:
     """docs/evidence.md: loss of outer settings above synchronous training; the least is bold."""
     kinds = {
+        "default": "0.7 / 0.5 growing to 0.9",
+        "default, ramp": "the same after a ramp",
         "0.7/0.9": "0.7 / 0.9",
-        "0.7/0.6": "0.7 / 0.6",
-        "0.7/0.5": "0.7 / 0.5",
-        "0.8/0.4": "0.8 / 0.4",
-        "0.9/0.3": "0.9 / 0.3",
-        "1.0/0.0": "1.0 / 0",
-        "0.7/warm": "0.7 / 0.5 growing to 0.9",
+        "average": "1.0 / 0",
     }
     rows = []
     for each in read("outer").values():
@@ -97,38 +96,162 @@ def codecs() -> str:
     return f"{markdown(head, rows)}\n\n{finite}"
 
 
-PLAIN = ("synchronous", "one process", "default")
+# Loss = A * N ** alpha of data parallel (0) and of DiLoCo with so many replicas: arXiv 2503.09799,
+# 35M to 2.4B parameters, H = 30, 20 tokens a parameter, everything tuned.
+LAW = {
+    0: (18.129, -0.0953),
+    1: (18.363, -0.0961),
+    2: (18.768, -0.0969),
+    4: (19.762, -0.0992),
+    8: (21.051, -0.1018),
+}
+
+
+def law(replicas: int, parameters: int) -> float:
+    """How far the published law, continued to this size, is above data parallel."""
+    (a, alpha), (base, base_alpha) = LAW[replicas], LAW[0]
+    return float(a / base * parameters ** (alpha - base_alpha) - 1)
+
+
+class Gap(NamedTuple):
+    """How far a row is above synchronous training with the same seeds."""
+
+    each: list[float]
+    lr: float
+    rounds: int
+
+    def __str__(self) -> str:
+        error = f" ± {stdev(self.each):.1%}" if len(self.each) > 1 else ""
+        return f"{mean(self.each):+.1%}{error}".replace("%", " %")
+
+
+def gaps() -> dict[tuple[str, str, int, int, int], Gap]:
+    """By size, kind, replicas, period and ramp: at the rate that was best with seed 0."""
+    losses: dict[tuple[Any, ...], dict[float, dict[int, float]]] = {}
+    rounds = {}
+    for run in read("quality")["runs"]:
+        row = tuple(run[name] for name in ("size", "kind", "replicas", "sync_every", "ramp"))
+        losses.setdefault(row, {}).setdefault(run["lr"], {})[run["seed"]] = run["loss"]
+        rounds[row] = run["rounds"]
+    best = {row: min(tried, key=lambda lr: tried[lr][0]) for row, tried in losses.items()}
+    found = {}
+    for row, tried in losses.items():
+        plain = (row[0], "synchronous", 1, 0, 0)
+        base, own = losses[plain][best[plain]], tried[best[row]]
+        each = [own[seed] / base[seed] - 1 for seed in sorted(own) if seed in base]
+        found[row] = Gap(each, best[row], rounds[row])
+    return found  # type: ignore[return-value]
 
 
 def quality() -> str:
-    """docs/evidence.md: differences are to synchronous training with the same seed."""
-    losses: dict[str, dict[int, float]] = {}
-    terms: dict[str, tuple[str, str]] = {}
-    for run in read("quality")["runs"]:
-        losses.setdefault(run["row"], {})[run["seed"]] = run["loss"]
-        if "outer" in run:
-            terms[run["row"]] = (str(run["rounds"]), run["outer"])
-    base, rows = losses["synchronous"], []
-    for name in sorted(losses, key=_place):
-        kind, _, every = name.partition("@")
-        seeds = sorted(losses[name])
-        gaps = [losses[name][seed] - base[seed] for seed in seeds]
-        gap = f"{mean(gaps):+.3f}"
-        if len(gaps) > 1 and kind != "synchronous":
-            gap += f" ({', '.join(f'{each:+.3f}' for each in gaps)})"
-        each_loss = ", ".join(f"{losses[name][seed]:.3f}" for seed in seeds)
-        shown = kind if kind in PLAIN else f"`{kind}`"
-        rows.append((shown, every, *terms.get(name, ("", "")), each_loss, gap))
+    """docs/evidence.md: DiLoCo above synchronous training, beside the law."""
+    found, sizes, rows = gaps(), read("quality")["settings"]["sizes"], []
+    cells = {(list(sizes).index(row[0]), row[3], row[2]) for row in found if row[1] == "default"}
+    for at, every, replicas in sorted(cells):
+        size = list(sizes)[at]
+        plain, ramp = (found.get((size, "default", replicas, every, each), "") for each in (0, 2))
+        alone = found.get((size, "alone", replicas, 0, 0), "")
+        parameters, steps = sizes[size]["parameters"], sizes[size]["steps"]
+        expected = f"{law(replicas, parameters):+.1%}".replace("%", " %") if every == 30 else ""
+        label = f"{parameters:,}, {steps:,} steps"
+        rounds = "" if not ramp else str(ramp.rounds)
+        rows.append(
+            (label, str(every), str(replicas), str(plain), str(ramp), rounds, expected, str(alone))
+        )
     head = (
-        "training | H | rounds | outer lr, momentum | validation loss, each seed | "
-        "more than synchronous: mean (each seed)"
+        'parameters | H | replicas | `warmup="none"` | `warmup="ramp"` | its rounds | the law | '
+        "one replica alone"
     )
     return markdown(head, rows)
 
 
-def _place(name: str) -> tuple[int, int, str]:
-    kind, _, every = name.partition("@")
-    return (PLAIN.index(kind) if kind in PLAIN else len(PLAIN), int(every or 0), kind)
+def variants() -> str:
+    """docs/evidence.md: other ramps and outer rules in one cell."""
+    names = {
+        ("default", 0): "no ramp",
+        ("default", 1): "a ramp of one period of each length",
+        ("default", 2): "**of two, the default**",
+        ("default", 4): "of four",
+        ("ramp by the outer rule", 2): "of two, with outer steps in place of plain averages",
+        ("0.9/0.3", 2): "of two, then 0.9 / 0.3",
+        ("average", 2): "of two, then plain averages",
+        ("0.7/0.9", 0): 'no ramp, 0.7 / 0.9 (`preset="diloco"`)',
+        ("torchft", 0): "torchft 0.2.0's DiLoCo, 0.7 / 0.9",
+    }
+    runs = {
+        (run["kind"], run["ramp"]): run
+        for run in read("quality")["runs"]
+        if (run["size"], run["replicas"], run["sync_every"]) == ("50k", 4, 30)
+        and (run["seed"], run["lr"]) == (0, 0.01)
+    }
+    rows = [
+        (label, str(runs[row]["rounds"]), f"{runs[row]['loss']:.3f}")
+        for row, label in names.items()
+        if row in runs
+    ]
+    return markdown("50 k parameters, 4 replicas, H = 30, seed 0 | rounds | loss", rows)
+
+
+def muon() -> str:
+    """docs/evidence.md: Muon inside, synchronous and by the settings of `muloco`."""
+    best: dict[str, Any] = {}
+    for run in read("quality")["runs"]:
+        if run["kind"] in ("synchronous, Muon", "muloco"):
+            other = best.setdefault(run["kind"], run)
+            best[run["kind"]] = min(other, run, key=lambda each: each["loss"])
+    base = best["synchronous, Muon"]["loss"]
+    rows = [
+        (kind, f"{run['lr']:g}", f"{run['loss']:.3f}", f"{run['loss'] / base - 1:+.1%}")
+        for kind, run in best.items()
+    ]
+    head = "50 k parameters, seed 0 | best learning rate | loss | above synchronous"
+    return markdown(head, [(*row[:3], row[3].replace("%", " %")) for row in rows])
+
+
+def quality_svg() -> str:
+    """docs/images/quality.svg: the same for H = 30, over replicas."""
+    found, sizes = gaps(), read("quality")["settings"]["sizes"]
+    curves = []
+    for size in sizes:
+        for ramp, label in ((0, "none"), (2, "ramp")):
+            points = {
+                row[2]: 100 * mean(gap.each)
+                for row, gap in sorted(found.items())
+                if (row[0], row[1], row[3], row[4]) == (size, "default", 30, ramp)
+            }
+            xs = [math.log2(replicas) for replicas in points]
+            notes = [f"{value:+.1f} %" for value in points.values()]
+            if len(xs) > 1:
+                curves.append(Curve(f"{size}, warmup {label}", xs, list(points.values()), notes))
+    smallest = min(each["parameters"] for each in sizes.values())
+    heights = [100 * law(replicas, smallest) for replicas in (1, 2, 4, 8)]
+    curves.append(Curve("the published law at 50k", [0, 1, 2, 3], heights, [""] * 4))
+    return draw_svg(
+        curves,
+        "Validation loss above synchronous training, H = 30",
+        "replicas",
+        y_label="%",
+        frame=Frame(0, 3.2, -5, 30),
+        x_ticks=[(math.log2(count), str(count)) for count in (1, 2, 4, 8)],
+        y_ticks=[(value, f"{value:+d} %") for value in range(-5, 31, 5)],
+    )
+
+
+def speeds() -> str:
+    """docs/evidence.md: periods by steps and by the clock."""
+    rows = [
+        (
+            f"`{each['sync_every']}`",
+            str(each["seed"]),
+            ", ".join(f"{busy:.1%}".replace("%", " %") for busy in each["busy"]),
+            f"{each['tokens_s']:,}",
+            f"{each['of_all_alone']:.1%}".replace("%", " %"),
+            f"{each['loss']:.3f}",
+        )
+        for each in read("speeds")["rows"]
+    ]
+    head = "`sync_every` | seed | busy: fast, middle, slow | tokens/s | of all alone | loss"
+    return markdown(head, rows)
 
 
 def mesh() -> str:
@@ -167,4 +290,7 @@ def links() -> str:
     )
 
 
-TABLES = {table.__name__: table for table in (looks, outer, codecs, quality, mesh, links)}
+TABLES = {
+    table.__name__: table
+    for table in (looks, outer, codecs, quality, variants, muon, speeds, mesh, links)
+}

@@ -121,17 +121,14 @@ class DiLoCo:
         scheduler: Any = None,
     ) -> None:
         """`inner_optimizer`: one, or several; a step counts when all of them have stepped.
-
         `sync_every`: steps, (step of the run, steps) pairs, or seconds as "60s". `warmup`: "ramp"
         begins a run with short periods that double, and plain averages; "none".
         `preset`: a published method by its name (see `atoll.diloco.presets`); what else is given
         wins over it. `outer_lr` and `outer_momentum` are numbers or (round, value) pairs, `outer`
         is the rule of the outer step. A run in the store keeps its own where none of them is given.
         `codec` is for what a replica uploads, `down_codec` (see `CODECS`) for the means it reads.
-
         `process_group` or `device_mesh`: the processes that are this replica together, if not all
         of the default group. Then all of them make a DiLoCo, and step, at the same time.
-
         `scheduler`, one of `torch.optim.lr_scheduler`, follows the step of the run from here on:
         its own `step()` does nothing.
         """

@@ -22,7 +22,7 @@ from tests.support.control_plane import cpu_seconds, serving  # noqa: E402
 QUEUED = (10, 100, 300)
 STARTS = 10  # that are measured, of the first in the queue
 WITHIN_S = 300.0
-RESULTS = Path(__file__).with_name("results") / "queue.json"
+RESULTS = Path(__file__).with_name("results") / "slots.json"
 
 
 def measure(folder: Path, queued: int) -> dict[str, float]:
