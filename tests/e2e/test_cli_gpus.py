@@ -111,7 +111,8 @@ def test_local_rank_is_a_device_that_the_rank_sees(lone_atoll: Any) -> None:
         "0/2 local 0/2 on  threads 4",
         "1/2 local 1/2 on  threads 4",
     ]
-    assert found("-n", "1", CUDA_VISIBLE_DEVICES="3") == ["0/1 local 0/1 on 3 threads any"]
+    alone = ("-n", "1", "--rendezvous", "c10d")  # one rank is a world only if that is asked for
+    assert found(*alone, CUDA_VISIBLE_DEVICES="3") == ["0/1 local 0/1 on 3 threads any"]
 
 
 def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:

@@ -282,13 +282,21 @@ def cancel_all(where: Path) -> list[str]:
 
 def _may_run(where: Path) -> bool:
     """Whether a control plane would find ranks, or trainings that have not ended."""
-    from atoll.backends.local.protocol import DESIRED_FILE
-    from atoll.store.database import has_unsettled
+    import sqlite3
 
+    from atoll.backends.local.protocol import DESIRED_FILE
+    from atoll.core.phase import Phase
+    from atoll.store.database import read_phases
+
+    try:
+        phases = read_phases(where / "atoll.db")
+    except sqlite3.Error:
+        return True
+    if any(not Phase(phase).is_terminal for phase in phases.values()):
+        return True
     # Ranks may outlive a store that was lost.
-    names = (DESIRED_FILE, "journal")
-    has_ranks = any(any((where / "ranks").glob(f"*/{name}")) for name in names)
-    return has_ranks or has_unsettled(where / "atoll.db")
+    paths = (path for name in (DESIRED_FILE, "journal") for path in where.glob(f"ranks/*/{name}"))
+    return any(path.parent.name not in phases for path in paths)
 
 
 def stop_plane(where: Path) -> int | None:

@@ -122,18 +122,15 @@ def prepare(db: sqlite3.Connection, path: Path, *, is_owner: bool) -> None:
         _sign(db)
 
 
-def has_unsettled(path: Path) -> bool:
-    """Whether a training there is not over. Changes nothing; a file that cannot be read may hold
-    one."""
+def read_phases(path: Path) -> dict[str, str]:
+    """The phase of each training there, by its uid. Changes nothing.
+
+    Raises sqlite3.Error for a file that cannot be read.
+    """
     if not path.exists():
-        return False
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        ) as db:
-            return bool(db.execute("select 1 from trainings where is_settled = 0").fetchone())
-    except sqlite3.Error:
-        return True
+        return {}
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        return dict(db.execute("select uid, phase from trainings").fetchall())
 
 
 def _create(db: sqlite3.Connection) -> None:

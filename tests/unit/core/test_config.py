@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.backends.kubernetes.options import ClusterOptions
-from atoll.backends.local.executor import LocalOptions
+from atoll.backends.local.options import LocalOptions
 from atoll.core.config import ExecutorConfig, options_of, parse
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import KINDS, load

@@ -71,6 +71,7 @@ from atoll.backends.local.capacity import (
 )
 from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import IdleTracker, UseMeter
+from atoll.backends.local.options import LIMITS_FILE, LocalOptions, amounts_of, read_limits
 from atoll.backends.local.processes import boot_id
 from atoll.backends.local.protocol import (
     DESIRED_FILE,
@@ -85,7 +86,6 @@ from atoll.backends.local.stacks import keep_stacks, stored_stacks, take_stacks
 from atoll.backends.local.supervisor_client import RESTORED_S, SupervisorClient
 from atoll.backends.reader import read_result
 from atoll.backends.records import desired_of
-from atoll.core.checks import check_int
 from atoll.core.config import options_of
 from atoll.core.errors import (
     AtollError,
@@ -95,14 +95,13 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.executors import MAX_SLOTS, Limits, PlaneContext, ResourceUse
+from atoll.core.executors import Limits, PlaneContext, ResourceUse
 from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.metrics import RankUsage
-from atoll.core.model import SpecModel
 from atoll.core.plan import check_again_s
 from atoll.core.ports import Key, StopCause, Store, ignore, refuse
 from atoll.core.rank_access import ExecRequest, ExecResult
-from atoll.core.spec import Resources, TrainingSpec
+from atoll.core.spec import TrainingSpec
 from atoll.core.stacks import summary_of
 from atoll.core.status import (
     DesiredState,
@@ -116,7 +115,6 @@ from atoll.core.status import (
     sooner,
 )
 from atoll.core.stores import own_keys_only
-from atoll.core.text import check_quantity
 from atoll.files.ownership import make_private
 from atoll.files.writing import write_file
 from atoll.logs.files import LogGrowth
@@ -130,7 +128,6 @@ WITHHELD = (
     *("ATOLL_REPORTS", "ATOLL_REPORTS_TOKEN", "ATOLL_RUN_ID"),
 )
 RUNS = "runs"  # the folder of runs with an id, beside that of the ranks
-MIN_LOG_BYTES, MAX_LOG_BYTES = 64 * 2**10, 2**40  # eight segments of 8 KiB; no limit in practice
 NO_GPU = "this machine has no GPU that is known, see [executors.local] gpus in atoll.toml"
 SHARED = "ranks are processes of this machine, and share it"
 SUPPORTS = (
@@ -147,53 +144,6 @@ CONFIGURED_ETCD = "ATOLL_ETCD_ENDPOINT"  # in the control plane's environment: u
 CAPACITY_EVERY_S = 2.0  # nobody reports when a machine has capacity again; a reading takes 1 ms
 
 log = logging.getLogger(__name__)
-
-
-class LocalOptions(SpecModel, frozen=True):
-    """What `[executors.local]` may say."""
-
-    slots: int | None = None  # largest number of ranks at the same time
-    cpu: str | int | None = None  # CPUs that ranks may ask for in all; None: those of the machine
-    memory: str | None = None  # likewise
-    log_bytes: int | None = None  # of the log of each rank, the newest; None: 64 MiB
-    gpus: int | list[int | str] | None = None  # that ranks may use; None: all there are
-
-    def __post_init__(self) -> None:
-        if self.log_bytes is not None:
-            check_int("log_bytes", self.log_bytes, MIN_LOG_BYTES, MAX_LOG_BYTES)
-        if self.slots is not None:
-            check_int("slots", self.slots, 1, MAX_SLOTS)
-        if self.gpus is not None:
-            ids_of("gpus", self.gpus)
-        for field in ("cpu", "memory"):
-            value = getattr(self, field)
-            check_quantity(field, str(value) if type(value) is int else value)
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """What is limited by the file."""
-        return _amounts(self.slots, None if self.cpu is None else str(self.cpu), self.memory)
-
-
-LIMITS_FILE = "limits.json"  # in the state directory: what was set on a running control plane
-
-
-def _amounts(slots: int | None, cpu: str | None, memory: str | None) -> dict[str, int]:
-    amounts = requested(Resources(cpu=cpu, memory=memory))
-    del amounts[SLOTS]
-    return amounts if slots is None else {**amounts, SLOTS: slots}
-
-
-def read_limits(state_dir: Path) -> dict[str, int]:
-    """What was set on a control plane here; it counts before atoll.toml."""
-    try:
-        limits = json.loads((state_dir / LIMITS_FILE).read_bytes())
-        return {str(name): int(amount) for name, amount in limits.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning("%s is ignored: %s", state_dir / LIMITS_FILE, error)
-        return {}
 
 
 def render_desired(
@@ -350,7 +300,7 @@ class LocalBackend(FolderLogs):
             raise ValidationError("gpu_count", count, f"{NO_GPU}: {remedy}")
 
     def set_limits(self, limits: Limits) -> None:
-        changes = _amounts(limits.slots, limits.cpu, limits.memory)
+        changes = amounts_of(limits.slots, limits.cpu, limits.memory)
         self._limits |= changes
         if self._state_dir is not None:
             kept = {**read_limits(self._state_dir), **changes}
