@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from atoll.core.errors import ValidationError
 from atoll.core.model import Model
 from atoll.objectstore import ObjectStore
 from atoll.weights.machine import LEASE_LIFE_S
@@ -48,8 +51,19 @@ class Channel(Model, frozen=True):
     publisher: str | None = None
 
 
+def _check_folder(uri: str | os.PathLike[str]) -> None:
+    """Opening a store makes its folder, and a mistyped path must not look like a channel."""
+    parts = urlsplit(text := os.fspath(uri))
+    if parts.scheme not in ("", "file"):
+        return
+    path = Path(unquote(parts.path) if parts.scheme else text)
+    if not path.is_dir():
+        raise ValidationError("uri", text, "expected a folder that exists: a Publisher makes it")
+
+
 def read_channel(uri: str | os.PathLike[str], *, limit: int = 20) -> Channel:
     """The newest versions, up to `limit`, and all followers that have a lease."""
+    _check_folder(uri)
     store = ObjectStore.open(uri, patience_s=10.0)
     log, leases = store.list("log"), store.list("lease")
     full = {copy.number for row in store.list("full") if (copy := read_try(row.key))}

@@ -9,6 +9,7 @@ import numpy as np
 from click.testing import CliRunner
 
 from atoll.cli.main import app
+from atoll.core.errors import ValidationError
 from atoll.weights import Follower, Publisher
 
 
@@ -39,9 +40,17 @@ def test_the_list_has_versions_and_followers(tmp_path: Path) -> None:
 
 
 def test_a_channel_without_versions_says_so(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["weights", str(tmp_path / "new")])
+    done = CliRunner().invoke(app, ["weights", str(tmp_path)])
     assert done.exit_code == 0
     assert "no version yet" in done.output
+
+
+def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    for uri in (str(tmp_path / "typo"), (tmp_path / "typo").as_uri()):
+        error = CliRunner().invoke(app, ["weights", uri]).exception
+        assert isinstance(error, ValidationError)
+        assert error.field == "uri"
+    assert not (tmp_path / "typo").exists()
 
 
 def test_follow_writes_a_folder_and_runs_the_command(tmp_path: Path) -> None:
