@@ -68,6 +68,7 @@ def test_a_cluster_that_does_not_answer_keeps_nothing_else_from_running(shell: S
     eu, local = listed["items"]
     assert (eu["name"], eu["kind"], eu["isReachable"]) == ("eu", "kubernetes", False)
     assert eu["message"].startswith("the Kubernetes API server did not answer: ")
+    assert {use["name"] for use in local.pop("resources")} == {"cpu", "memory"}
     assert local == {
         "name": "local", "kind": "local", "isReachable": True, "message": "", "isDefault": True
     }  # fmt: skip
@@ -102,7 +103,7 @@ def test_defaults_are_used_and_the_command_line_wins(shell: Shell) -> None:
         "[0] 0 file shell",
         "[1] 1 file shell",
     ]
-    assert shell("run", "-n", "1", "--name", "one", *words).stdout == "[0] 0 file shell\n"
+    assert shell("run", "-n", "1", "--name", "one", *words).stdout == "[0] file shell\n"
     assert shell.json("status", "one")["spec"]["maxRestarts"] == 1
     other = shell.cwd / "other.toml"
     other.write_text("[defaults]\nmax_restarts = 7\n")

@@ -258,10 +258,16 @@ def test_a_chart_has_axes_smoothing_a_log_scale_values_at_the_cursor_and_zoom(
     over = ".chart[data-name=loss] .u-over"
 
     def at_cursor(share: float) -> str:
-        box = page.locator(over).bounding_box()
-        page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2)
-        page.wait_for_selector(".chart[data-name=loss] .tip:visible")
-        return str(page.inner_text(".chart[data-name=loss] .tip"))
+        tip = page.locator(".chart[data-name=loss] .tip")
+
+        def is_shown() -> bool:  # a chart that is drawn anew meanwhile knows of no cursor
+            box = page.locator(over).bounding_box()
+            page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2 - 1)
+            page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2)
+            return bool(tip.is_visible())
+
+        until(is_shown)
+        return str(tip.inner_text())
 
     page.locator("#charts").scroll_into_view_if_needed()
     page.select_option("select[aria-label='Horizontal axis']", "step")

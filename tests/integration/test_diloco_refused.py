@@ -31,7 +31,7 @@ TOLD = {
     "outside": r"model\.0\.weight: 'on ranks \[\d\]' .*expected a mesh within the replica",
     "codec": r"codec: 'fp32 in process 1 of the replica' .*expected 'int8', as in process 0",
     "fragments": r"fragments: '2 in process 1 of the replica' .*expected 1",
-    "sync_every": r"sync_every: '4 in process 1 of the replica' .*expected 2",
+    "sync_every": r"sync_every: 'every 4 steps in process 1 of the replica' .*expected 'every 2 ",
     "run_id": r"run_id: 'b in process 1 of the replica' .*expected 'a'",
 }
 

@@ -19,6 +19,7 @@ SOURCES = Path(atoll.__file__).parent
 OTHERS = {
     "agent/process.py": "travels to hosts without atoll",
     "agent/wrapper.py": "travels with it: a record is created by a link to such a file",
+    "agent/stacks.py": "runs in ranks, whose Python may have no atoll",
     "agent/unpack.py": "a folder, not a file",
     "backends/local/adoption.py": "blocks that were set aside for a full disk",
     "backends/local/journal.py": "a damaged journal is put aside",

@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 import atoll
 from atoll.backends.local.rendezvous import find_etcd
+from atoll.core.checks import check_name
 from atoll.core.errors import (
     AtollError,
     BackendError,
@@ -168,7 +169,14 @@ def routes_of(plane: Plane) -> list[Route]:
         for prefix in UNSUPPORTED
         for path in (prefix, prefix + "/{path:path}")
     )
-    return [*routes(ROWS, plane, authenticate, on_error), *refusals]
+    own = routes(ROWS, plane, authenticate, on_error, read_name=exact_name)
+    return [*own, *refusals]
+
+
+def exact_name(field: str, name: str) -> str:
+    """The basilica client has no names for people: one that is no DNS label is a mistake."""
+    check_name(field, name)
+    return name
 
 
 def _refusal(prefix: str) -> PathEndpoint:

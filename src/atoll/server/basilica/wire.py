@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from atoll.core.checks import TEXT, check_as, is_text
+from atoll.core.checks import TEXT, check_as, check_name, is_text
 from atoll.core.describe import describe_phase
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
@@ -243,6 +243,7 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
     `ttlSeconds` limits the run, as on the Basilica platform; the record is then kept for as long
     again, so that nobody waits for a training and finds it deleted.
     """
+    check_name("name", create.instance_name)
     distributed = create.distributed
     if not distributed.command.strip():
         raise ValidationError("source", distributed.command, "expected a command to run")

@@ -401,24 +401,33 @@ async def _answer_and_drain(response: Response, request: Request, send: Send) ->
 
 
 def routes(
-    operations: Sequence[Operation], plane: Plane, authenticate: Authenticate, on_error: OnError
+    operations: Sequence[Operation],
+    plane: Plane,
+    authenticate: Authenticate,
+    on_error: OnError,
+    *,
+    read_name: Callable[[str, str], str] = name_label,
 ) -> list[Route]:
-    """One Starlette route a path."""
+    """One Starlette route a path. `read_name` makes a DNS label of the name in a path, or raises
+    ValidationError for the field that it is given first."""
     by_path: dict[str, dict[str, RequestHandler]] = {}
     for operation in operations:
-        handler = _request_handler(operation, plane, authenticate)
+        handler = _request_handler(operation, plane, authenticate, read_name)
         by_path.setdefault(operation.path, {})[operation.method] = handler
     return [Route(path, PathEndpoint(methods, on_error)) for path, methods in by_path.items()]
 
 
 def _request_handler(
-    operation: Operation, plane: Plane, authenticate: Authenticate
+    operation: Operation,
+    plane: Plane,
+    authenticate: Authenticate,
+    read_name: Callable[[str, str], str],
 ) -> RequestHandler:
     async def run(request: Request) -> Response:
         namespace = "" if operation.is_open else await authenticate(plane, request)
         name = request.path_params.get("name", "")
         if operation.has_name:
-            name = name_label("name", name)
+            name = read_name("name", name)
         query = read_query(request, operation.query)
         async with contextlib.AsyncExitStack() as turn:
             body: Any = None
