@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="`make integrations` runs it: no trl here")
-def test_the_weight_transfer_is_what_trl_asks_for() -> None:
+def test_the_weight_transfer_is_what_trl_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # its import warns, and warnings are errors
     from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 
     methods = {
