@@ -52,8 +52,11 @@ def test_it_reads_input_when_it_is_asked_to(reach: Any) -> None:
 
 def test_a_shell_in_a_rank_has_the_terminal(reach: Any) -> None:
     terminal = reach.in_terminal("exec", "reach", "-it", "-r", "1", "--", "sh", PS1="> ")
-    terminal.press("stty size; echo rank-$ATOLL_RANK; sleep 600\n")
+    # The child says that it is there: Ctrl-C before its start would end nothing.
+    asleep = "sh -c 'echo asleep; exec sleep 600'"
+    terminal.press(f"stty size; echo rank-$ATOLL_RANK; {asleep}\n")
     terminal.read_until("rank-1\r\n")
+    terminal.read_until("asleep\r\n")
     assert "30 100" in terminal.text
     terminal.press("\x03")  # ends the sleep and not the shell
     terminal.press("exit 5\n")
