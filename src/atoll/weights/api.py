@@ -6,6 +6,7 @@ next call. Both are used by one thread at a time.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -14,23 +15,34 @@ import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from atoll.agent.metrics import report
 from atoll.core.errors import BackendError, NotFound, Temporary, ValidationError
 from atoll.files.writing import write_file
 from atoll.objectstore import ObjectStore
 from atoll.objectstore.effects import Create, Delete, Get, List, Put, StoreError
-from atoll.weights.group import GroupPublisher, TorchProcesses
+from atoll.weights.group import Gather, GroupMachine, Owners, TorchProcesses
 from atoll.weights.machine import PublisherMachine, Reader
-from atoll.weights.records import Damaged, VersionRecord
-from atoll.weights.state import Tensors, TensorsSource, TensorValue, Threads, load_files
+from atoll.weights.records import Damaged, Row, VersionRecord
+from atoll.weights.replicas import ReplicaMachine, Round, Sleep
+from atoll.weights.reports import ChannelReports
+from atoll.weights.state import (
+    Tensors,
+    TensorsSource,
+    TensorValue,
+    Threads,
+    load_files,
+    state_of,
+)
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("atoll.weights")
 
 R = TypeVar("R")
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -39,6 +51,7 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 # answers at once.
 POLL_S, FOLDER_POLL_S = 1.0, 0.05
 KEPT_FOLDERS = 2  # of versions that were written: an engine may still read the one before
+OWNED = ".atoll-weights"  # an empty file in folders whose versions `write` may delete
 MAX_THREADS = 8  # beyond it memory is the limit, not cores
 MAX_EXTRA_BYTES = 64 << 20  # of one file beside the tensors; a tokenizer has 20 MB at the most
 DTYPES = {
@@ -82,10 +95,17 @@ def _version(record: VersionRecord) -> Version:
 
 
 class StoreDriver:
-    """Performs the requests of a machine."""
+    """Performs the requests of a machine; those of a group, with its other processes."""
 
-    def __init__(self, uri: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, uri: str | os.PathLike[str], processes: TorchProcesses | None = None
+    ) -> None:
         self.store = ObjectStore.open(uri)
+        self.processes = processes
+
+    @property
+    def poll_s(self) -> float:
+        return FOLDER_POLL_S if self.store.is_folder else POLL_S
 
     def run(self, steps: Generator[Any, Any, R]) -> R:
         answer: Any = None
@@ -118,10 +138,22 @@ class StoreDriver:
                     return None
             case List(prefix, after):
                 rows = self.store.list(prefix.rstrip("/"), after or None)
-                return [(row.key, row.modified.timestamp()) for row in rows]
+                return [Row(row.key, row.modified.timestamp(), row.size) for row in rows]
             case Delete(keys):
                 return self.store.delete(keys)
+            case Gather(value):
+                assert self.processes is not None
+                return self.processes.gather(value)
+            case Sleep(seconds):
+                return time.sleep(seconds)
         raise TypeError(f"no effect: {effect!r}")
+
+
+def _check_counts(full_every: int, keep: int) -> None:
+    if not isinstance(full_every, int) or full_every < 1:
+        raise ValidationError("full_every", full_every, "expected a number of at least 1")
+    if not isinstance(keep, int) or keep < 0:
+        raise ValidationError("keep", keep, "expected a number of at least 0")
 
 
 def _threads() -> Threads:
@@ -147,37 +179,36 @@ class Publisher:
         keep: int = 8,
         process_group: Any = None,
     ) -> None:
-        if not isinstance(full_every, int) or full_every < 1:
-            raise ValidationError("full_every", full_every, "expected a number of at least 1")
-        if not isinstance(keep, int) or keep < 0:
-            raise ValidationError("keep", keep, "expected a number of at least 0")
+        _check_counts(full_every, keep)
         self._dtype = dtype
         self._extra = _read_files(files)
-        self._driver = StoreDriver(uri)
+        processes = None if process_group is None else TorchProcesses(process_group)
+        self._driver = StoreDriver(uri, processes)
         self._threads = _threads()
         run = self._threads.run
+        who = secrets.token_hex(8)
+        self._reports = ChannelReports(self._driver.store.uri, "publisher", who)
         self._machine = PublisherMachine(
-            secrets.token_hex(8),
+            who,
             lambda each: load_files(each, run),
             time.monotonic,
             full_every,
             keep,
         )
-        self._group: GroupPublisher | None = None
+        self._group: GroupMachine | None = None
+        self._is_leader = processes is None or processes.rank == 0  # it alone reports
+        if processes is None:
+            self._driver.store.require_conditional_writes("probe")
+            self._driver.run(self._machine.open())
+            return
+        self._owners = Owners(processes.rank, processes.size)
+        machine = self._machine if self._is_leader else None
+        self._group = GroupMachine(processes.rank, machine, state_of)
 
         def check() -> None:
             self._driver.store.require_conditional_writes("probe")
 
-        if process_group is None:
-            check()
-            self._driver.run(self._machine.open())
-            return
-        processes = TorchProcesses(process_group)
-        is_leader = processes.rank == 0
-        self._group = GroupPublisher(
-            processes, self._machine if is_leader else None, self._driver.run, self._extra, run
-        )
-        self._group.open(check)
+        self._driver.run(self._group.open(check))
 
     def publish(self, named_tensors: NamedTensors, step: int | None = None) -> Version:
         """Publish these tensors; returns when the version is committed.
@@ -190,29 +221,111 @@ class Publisher:
             raise ValidationError("step", step, "expected a whole number or None")
         gathered = _gather(named_tensors)
 
-        def convert(name: str, tensor: Any) -> TensorValue:
-            return _value(name, tensor, self._dtype)
-
-        try:
-            if self._group is not None:
-                record = self._group.publish(gathered, convert, step)
-            else:
-                values = ((name, convert(name, each)) for name, each in gathered)
-                source = TensorsSource(values, self._extra, self._threads.run)
-                record = self._driver.run(self._machine.publish(source, step))
-            version = _version(record)
-            report(step, weights_published=version.number, weights_bytes=version.bytes)
-            return version
-        finally:
+        def drain() -> None:
             for _ in gathered:
                 pass
+
+        own = gathered if self._group is None else self._owners.select(gathered)
+        values = ((name, _value(name, each, self._dtype)) for name, each in own)
+        source = TensorsSource(values, self._extra, self._threads.run)
+        try:
+            if self._group is not None:
+                record = self._driver.run(self._group.publish(source, step, drain))
+            else:
+                record = self._driver.run(self._machine.publish(source, step))
+            if self._is_leader:
+                self._reports.add(record)
+            return _version(record)
+        finally:
+            drain()
 
     def close(self) -> None:
         """Learn whether a publish without an answer was committed, and commit it if it was not."""
         try:
             if self._group is not None:
-                self._group.settle()
+                self._driver.run(self._group.settle())
             elif not self._machine.successor:
+                self._driver.run(self._machine.settle())
+        finally:
+            self._threads.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class ReplicaPublisher:
+    """What the replicas of a DiLoCo run publish to `uri` with: each makes one, and all call
+    `diloco.publish(weights)` after the same rounds.
+
+    The arguments are those of `Publisher`, but that every `full_every`th number is a full copy
+    instead of a delta: it, too, is uploaded in shares.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+        full_every: int = 25,
+        keep: int = 8,
+    ) -> None:
+        _check_counts(full_every, keep)
+        self._dtype, self._extra = dtype, _read_files(files)
+        self._counts = full_every, keep
+        self._driver = StoreDriver(uri)
+        self._threads = _threads()
+        self._machine: ReplicaMachine | None = None
+        self._driver.store.require_conditional_writes("probe")
+
+    def take(self, named_tensors: Iterable[tuple[str, Any]]) -> Tensors:
+        """A copy of these tensors, in the types that are published; reads the whole iterator."""
+        values = ((name, _value(name, each, self._dtype)) for name, each in named_tensors)
+        try:
+            return TensorsSource(values, self._extra, self._threads.run).copy()
+        finally:
+            for _ in named_tensors:
+                pass
+
+    def publish(
+        self,
+        values: Tensors,
+        *,
+        run: str,
+        who: str,
+        members: tuple[str, ...],
+        round: int,
+        step: int,
+        timeout: float,
+    ) -> Version | None:
+        """Publish what `take` took, as `DiLoCo.publish` calls it: `who` is one of the `members` of
+        this round of the run, all of which have these values.
+        """
+        machine = self._machine
+        if machine is None or machine.run != run:
+            load = partial(load_files, run=self._threads.run)
+            machine = ReplicaMachine(who, load, time.monotonic, *self._counts)
+            machine.run, machine.poll_s = run, self._driver.poll_s
+            self._machine = machine
+            self._reports = ChannelReports(self._driver.store.uri, "publisher", who)
+        state = values.state
+        what = Round(round, members, step, timeout)
+        record = self._driver.run(machine.publish_round(values, what))
+        if record is None:
+            return None
+        if record.state != state:
+            log.warning("version %d has other values than this replica", record.number)
+        if record.publisher == who:
+            self._reports.add(record)
+        return _version(record)
+
+    def close(self) -> None:
+        """Learn whether a publish without an answer was committed, and commit it if it was not."""
+        try:
+            if self._machine is not None and not self._machine.successor:
                 self._driver.run(self._machine.settle())
         finally:
             self._threads.close()
@@ -237,9 +350,9 @@ class Follower:
         self._driver = StoreDriver(uri)
         self._threads = _threads()
         run = self._threads.run
-        self._reader = Reader(
-            f"{host}.{secrets.token_hex(6)}", lambda each: load_files(each, run), time.monotonic
-        )
+        follower = f"{host}.{secrets.token_hex(6)}"
+        self._reports = ChannelReports(self._driver.store.uri, "follower", follower)
+        self._reader = Reader(follower, lambda each: load_files(each, run), time.monotonic)
         self._last = 0  # the newest number that was returned
 
     @property
@@ -259,20 +372,22 @@ class Follower:
             raise ValidationError("number", number, f"expected at least {max(self._last, 1)}")
         deadline = time.monotonic() + timeout
         while True:
+            if not self._last:
+                self._reports.add(None)
+            self._reports.renew()  # also while the store does not answer
             before = self._last
             if number is None or number != before or self.version is None:
                 self._driver.run(self._reader.advance(number))
             version = self.version
             if version is not None:
-                if version.number > self._last:
-                    report(version.step, weights_served=version.number)
                 self._last = version.number
+                self._reports.add(self._reader.record)
                 if version.number == number or (number is None and version.number > before):
                     return version
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            time.sleep(min(left, FOLDER_POLL_S if self._driver.store.is_folder else POLL_S))
+            time.sleep(min(left, self._driver.poll_s))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the host copy. The next `next` changes them: clone what you keep."""
@@ -306,11 +421,11 @@ class Follower:
         """Write `FOLDER/vN`, which `from_pretrained` reads, and point the link `current` to it.
 
         Returns the path of `FOLDER/vN`. The version before stays, for whoever reads it; older ones
-        are deleted.
+        are deleted. Raises ValidationError if the folder has files that are not from here.
         """
         copy, version = self._copy(), self.version
         assert version is not None
-        root = Path(folder)
+        root = own_folder(folder)
         target = root / f"v{version.number}"
         if not target.exists():
             draft = root / f".v{version.number}.{secrets.token_hex(4)}"
@@ -336,6 +451,7 @@ class Follower:
 
     def close(self) -> None:
         """Drop the lease."""
+        self._reports.close()
         try:
             self._driver.run(self._reader.leave())
         except Temporary:
@@ -354,6 +470,26 @@ class Follower:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def own_folder(folder: str | os.PathLike[str]) -> Path:
+    """Make the folder for versions, or check that it was made here: old versions are deleted in it.
+
+    Raises ValidationError.
+    """
+    root = Path(folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not (root / OWNED).exists():
+            other = next(root.iterdir(), None)
+            if other is not None and other.name != OWNED:
+                expected = "expected an empty folder, or one that versions were written to"
+                raise ValidationError("folder", str(root), f"{expected}: {other.name!r} is in it")
+            (root / OWNED).touch()
+    except OSError as error:
+        expected = f"expected a folder that can be made: {error.strerror}"
+        raise ValidationError("folder", str(root), expected) from error
+    return root
 
 
 def _number_of(folder: str) -> int:

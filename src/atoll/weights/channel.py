@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from atoll.core.errors import ValidationError
-from atoll.core.model import Model
+from atoll.core.weights import Channel, FollowerStatus, VersionStatus, lag_of
 from atoll.objectstore import ObjectStore
 from atoll.weights.machine import LEASE_LIFE_S
 from atoll.weights.records import (
@@ -16,42 +16,14 @@ from atoll.weights.records import (
     Damaged,
     VersionRecord,
     log_number,
+    looks_like_claim,
     read_lease,
     read_record,
     read_try,
 )
 
 
-class VersionStatus(Model, frozen=True):
-    """`is_full`: there are files of a full copy of it."""
-
-    number: int
-    step: int | None
-    bytes: int
-    changed: int
-    publisher: str
-    age_s: float
-    is_full: bool
-
-
-class FollowerStatus(Model, frozen=True):
-    """`number`: the version it stands on, 0 on its way in. `behind`: versions that it lacks."""
-
-    name: str
-    number: int
-    age_s: float
-    behind: int
-    is_fresh: bool
-
-
-class Channel(Model, frozen=True):
-    uri: str
-    versions: tuple[VersionStatus, ...]
-    followers: tuple[FollowerStatus, ...]
-    publisher: str | None = None
-
-
-def _check_folder(uri: str | os.PathLike[str]) -> None:
+def check_folder(uri: str | os.PathLike[str]) -> None:
     """Opening a store makes its folder, and a mistyped path must not look like a channel."""
     parts = urlsplit(text := os.fspath(uri))
     if parts.scheme not in ("", "file"):
@@ -63,17 +35,24 @@ def _check_folder(uri: str | os.PathLike[str]) -> None:
 
 def read_channel(uri: str | os.PathLike[str], *, limit: int = 20) -> Channel:
     """The newest versions, up to `limit`, and all followers that have a lease."""
-    _check_folder(uri)
+    check_folder(uri)
     store = ObjectStore.open(uri, patience_s=10.0)
     log, leases = store.list("log"), store.list("lease")
     full = {copy.number for row in store.list("full") if (copy := read_try(row.key))}
     times = [row.modified.timestamp() for row in (*log, *leases)]
     now = max([time.time(), *times])
+    ages = {
+        number: now - row.modified.timestamp()
+        for row in log
+        if (number := log_number(row.key)) is not None and not looks_like_claim(row.size)
+    }
     versions, publisher = list[VersionStatus](), None
     for row in reversed(log):
         number = log_number(row.key)
         if number is None or len(versions) == limit:
             continue
+        if publisher is not None and looks_like_claim(row.size):
+            continue  # the newest record alone says who publishes
         try:
             record = read_record(store.get(row.key), number)
         except Damaged:
@@ -88,7 +67,7 @@ def read_channel(uri: str | os.PathLike[str], *, limit: int = 20) -> Channel:
                     bytes=record.bytes,
                     changed=record.changed,
                     publisher=record.publisher,
-                    age_s=now - row.modified.timestamp(),
+                    age_s=ages.get(number, 0.0),
                     is_full=number in full,
                 )
             )
@@ -100,12 +79,15 @@ def read_channel(uri: str | os.PathLike[str], *, limit: int = 20) -> Channel:
         if lease is None:
             continue
         age_s = now - row.modified.timestamp()
+        is_fresh = age_s <= LEASE_LIFE_S
+        behind, lag_s = lag_of(lease[1], ages)
         status = FollowerStatus(
             name=lease[0],
             number=lease[1],
             age_s=age_s,
-            behind=sum(each.number > lease[1] for each in versions),
-            is_fresh=age_s <= LEASE_LIFE_S,
+            behind=behind,
+            lag_s=lag_s if is_fresh and lease[1] else None,
+            is_fresh=is_fresh,
         )
         if lease[0] not in newest or age_s <= newest[lease[0]].age_s:
             newest[lease[0]] = status

@@ -8,47 +8,24 @@ codes entropy: its search for repeats finds none in weights. Nothing here knows 
 from __future__ import annotations
 
 import struct
-import threading
 from functools import cache
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
+from atoll.files.writing import Buffer
+from atoll.objectstore.entropy import FAR, Bytes, decode_gaps, encode_gaps, squeeze, unsqueeze
 from atoll.weights.records import Damaged
 
 Array = NDArray[np.unsignedinteger]
-Bytes = NDArray[np.uint8]
-Buffer = bytes | bytearray | memoryview
 
 ROW_VALUES = 1 << 21  # 4 MiB of bf16: rows are enough for every thread, and stay near the cache
 SPARSE_SHARE = 0.6  # of changed values; above it the indices cost more than unchanged values
 SPARSE, DENSE, PLAIN = 1, 2, 3
 _HEAD = struct.Struct("<BBHII")  # kind, item size, streams, values, changes
 _SIZE = struct.Struct("<I")
-_GAP = 255
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
-
-
-class _Coders(threading.local):
-    """One of each for every thread: they keep tables, and may not be shared."""
-
-    def __init__(self) -> None:
-        search = zstandard.ZstdCompressionParameters(
-            window_log=17,
-            chain_log=6,
-            hash_log=6,
-            search_log=1,
-            min_match=7,
-            target_length=0,
-            strategy=zstandard.STRATEGY_FAST,
-        )
-        self.compressor = zstandard.ZstdCompressor(compression_params=search)
-        self.decompressor = zstandard.ZstdDecompressor()
-
-
-_coders = _Coders()
 
 
 def encode_row(old: Array, new: Array, changed: NDArray[np.intp]) -> bytes:
@@ -56,7 +33,7 @@ def encode_row(old: Array, new: Array, changed: NDArray[np.intp]) -> bytes:
     size, count = new.itemsize, int(changed.size)
     if count <= SPARSE_SHARE * new.size:
         steps = _zigzag(_order(new[changed]) - _order(old[changed])) - new.dtype.type(1)
-        streams = [_gaps(changed), *_planes(steps, is_short=True)]
+        streams = [encode_gaps(changed), *_planes(steps, is_short=True)]
         return _join(SPARSE, size, new.size, count, streams)
     steps = _zigzag(_order(new) - _order(old))
     return _join(DENSE, size, new.size, count, _planes(steps))
@@ -73,7 +50,7 @@ def decode_row(data: Buffer, old: Array) -> tuple[NDArray[np.intp] | None, Array
     if kind == SPARSE:
         if not 0 < count <= old.size or len(streams) not in (2, old.itemsize + 1):
             raise Damaged("a row with other streams than it says")
-        indices = _read_gaps(_expand(streams[0], count + old.size // _GAP + 1), count, old.size)
+        indices = _read_gaps(_expand(streams[0], count + old.size // FAR + 1), count, old.size)
         steps = _merge(streams[1:], count, old.dtype)
         steps += old.dtype.type(1)
         return indices, _disorder(_order(old[indices]) + _unzigzag(steps))
@@ -155,29 +132,12 @@ def _merge(streams: list[memoryview], count: int, dtype: np.dtype[np.unsignedint
     return table.reshape(-1).view(dtype)
 
 
-def _gaps(indices: NDArray[np.intp]) -> Bytes:
-    """Gap g between two indices as g // 255 bytes of 255, then g % 255."""
-    gaps = np.diff(indices, prepend=-1) - 1
-    far = gaps // _GAP
-    if not far.any():
-        return gaps.astype(np.uint8)
-    out = np.full(int(far.sum()) + gaps.size, _GAP, np.uint8)
-    out[np.cumsum(far) + np.arange(gaps.size)] = gaps % _GAP
-    return out
-
-
 def _read_gaps(coded: Bytes, count: int, size: int) -> NDArray[np.intp]:
-    ends = np.flatnonzero(coded != _GAP)
-    if ends.size != count or not coded.size or coded[-1] == _GAP:
-        raise Damaged(f"{ends.size} indices where {count} are needed")
-    if coded.size == count:
-        steps = coded.astype(np.int64) + 1
-    else:
-        far = np.diff(ends, prepend=-1) - 1
-        steps = coded[ends].astype(np.int64) + far * _GAP + 1
-    indices = np.cumsum(steps) - 1
+    indices = decode_gaps(coded)
+    if indices.size != count or not count or coded[-1] == FAR:
+        raise Damaged(f"{indices.size} indices where {count} are needed")
     if indices[-1] >= size:
-        raise Damaged(f"place {indices[-1]} in a row of {size}")
+        raise Damaged(f"index {indices[-1]} in a row of {size}")
     return indices.astype(np.intp, copy=False)
 
 
@@ -185,7 +145,7 @@ def _read_gaps(coded: Bytes, count: int, size: int) -> NDArray[np.intp]:
 
 
 def _join(kind: int, item: int, values: int, changes: int, streams: list[Bytes]) -> bytes:
-    frames = [_coders.compressor.compress(stream.data) for stream in streams]
+    frames = [squeeze(stream) for stream in streams]
     sizes = [_SIZE.pack(len(frame)) for frame in frames]
     return b"".join([_HEAD.pack(kind, item, len(frames), values, changes), *sizes, *frames])
 
@@ -210,13 +170,9 @@ def _split(data: Buffer, item: int, size: int) -> tuple[int, int, list[memoryvie
 
 def _expand(frame: memoryview, most: int) -> Bytes:
     try:
-        size = zstandard.get_frame_parameters(frame).content_size
-        if size > most:  # a size that is not stated is the largest number there is
-            raise Damaged(f"a stream holds more than the {most} bytes there can be")
-        plain = _coders.decompressor.decompress(frame, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise Damaged(f"not a zstd frame: {error}") from None
-    return np.frombuffer(plain, np.uint8)
+        return unsqueeze(frame, most)
+    except ValueError as error:
+        raise Damaged(str(error)) from None
 
 
 # -- Digest

@@ -8,39 +8,25 @@ a group is full: what share a process had before is not known.
 
 from __future__ import annotations
 
-import json
 import pickle
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from atoll.files.writing import Buffer
-from atoll.objectstore.effects import Put, StoreError
-from atoll.weights.machine import Pending, PublisherMachine, Superseded, sha256_of
-from atoll.weights.records import SEAL, FullCopy, Part, VersionRecord, seal, try_folder
-from atoll.weights.state import (
-    INDEX,
-    Run,
-    Tensors,
-    TensorsDelta,
-    TensorValue,
-    state_of,
-    tensor_files,
-)
+from atoll.objectstore.effects import StoreError
+from atoll.weights.machine import Pending, PublisherMachine, Source, Superseded
+from atoll.weights.records import Share, VersionRecord, seal, share_key, try_folder
+from atoll.weights.shares import put_delta, put_files, put_index
 
-Drive = Callable[[Generator[Any, Any, Any]], Any]
+R = TypeVar("R")
+Steps = Generator[Any, Any, R]
 
 
-class Processes(Protocol):
-    """The processes of a trainer, as `torch.distributed` has them."""
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Bring a value to all processes of the group. Answer: what each brought, by rank."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]: ...
+    value: Any
 
 
 class TorchProcesses:
@@ -60,17 +46,30 @@ class TorchProcesses:
         return values
 
 
+class Owners:
+    """Which process has which tensor: each new one goes to whoever has the fewest bytes so far."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._loads, self._owners = rank, [0] * size, dict[str, int]()
+
+    def select(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The tensors of this process."""
+        for name, tensor in tensors:
+            if name not in self._owners:
+                owner = self._loads.index(min(self._loads))
+                self._owners[name] = owner
+                self._loads[owner] += tensor.nbytes
+            if self._owners[name] == self._rank:
+                yield name, tensor
+
+
 @dataclass
-class Share:
+class Contribution:
     """What one process brings to a version, or the error that it ended with."""
 
-    parts: list[Part] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    weight_map: dict[str, str] = field(default_factory=dict)
+    share: Share | None = None
     rows: list[list[Any]] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
-    changed: int = 0
-    size: int = 0
     error: Exception | None = None
 
 
@@ -82,87 +81,73 @@ class Turn:
     attempt: int = 0
     who: str = ""
     is_full: bool = False
+    record: VersionRecord | None = None
     has_moved: bool | None = None  # None: nothing was pending, or it is still unknown
     error: Exception | None = None
 
+    def folder(self, *, is_full: bool) -> str:
+        return try_folder("full" if is_full else "delta", self.number, self.who, self.attempt)
 
-class GroupPublisher:
-    """One process of a group that publishes. `machine` is the leader's."""
+
+class GroupMachine:
+    """One process of a group that publishes. `machine` is the leader's.
+
+    `state_of`: the state of a version with these rows, which are those of all processes.
+    """
 
     def __init__(
         self,
-        processes: Processes,
+        rank: int,
         machine: PublisherMachine | None,
-        drive: Drive,
-        extra: Mapping[str, bytes],
-        run: Run,
+        state_of: Callable[[Iterable[list[Any]]], str],
     ) -> None:
-        self._processes, self._machine, self._drive = processes, machine, drive
-        self._extra, self._run = extra, run
-        self.base: Tensors | None = None
+        self._rank, self._machine, self._state_of = rank, machine, state_of
+        self.base: Any = None
+        self._draft: Any = None  # the own values of a full copy that is not committed yet
         self._move: Callable[[], None] | None = None
-        self._owners: dict[str, int] = {}
-        self._loads = [0] * processes.size
+
+    def open(self, check: Callable[[], None]) -> Steps[None]:
+        """Check the store and claim the channel, in the leader; all raise if it fails."""
+        yield from self._broadcast(self._claim(check))
 
     def publish(
-        self,
-        gathered: Iterator[tuple[str, Any]],
-        convert: Callable[[str, Any], TensorValue],
-        step: int | None,
-    ) -> VersionRecord:
-        turn = self._broadcast(self._begin)
-        share = Share()
+        self, source: Source, step: int | None, drain: Callable[[], None]
+    ) -> Steps[VersionRecord]:
+        """Publish what the sources of all processes have; each of them calls it.
+
+        `drain` reads to the end what the source has not: the others wait in each step of it.
+        """
+        turn = yield from self._broadcast(self._begin())
+        own, move = Contribution(), None
         try:
-            values = ((name, convert(name, each)) for name, each in self._own(gathered))
-            self._write(turn, values, share)
+            move = yield from self._write(turn, source, own)
         except Exception as error:
-            share.error = _portable(error)
-        for _ in gathered:  # the others wait in each step of it
-            pass
-        shares: list[Share] = self._processes.gather(share)
-        for each in shares:
-            if each.error is not None:
-                self._move = None
-                raise each.error
-        record: VersionRecord | None = None
-
-        def commit() -> Turn:
-            nonlocal record
-            record = self._commit(turn, shares, step)
-            return Turn(has_moved=True)
-
-        self._broadcast(commit)
-        record = self._processes.gather(record)[0]
+            own.error = _portable(error)
+        drain()
+        brought: list[Contribution] = yield Gather(own)
+        _raise_first(brought)
+        self._move = move
+        record = (yield from self._broadcast(self._commit(turn, brought, step))).record
         assert record is not None
-        self._finish(record)
+        yield from self._finish(record)
         return record
 
-    def open(self, check: Callable[[], None]) -> None:
-        """Check the store and claim the channel, in the leader; all raise if it fails."""
-
-        def claim() -> Turn:
-            check()
-            self._drive(self._leader().open(reads_base=False))
-            return Turn()
-
-        self._broadcast(claim)
-
-    def settle(self) -> None:
+    def settle(self) -> Steps[None]:
         """Learn what became of a publish that was not answered."""
-        self._broadcast(self._settle)
+        yield from self._broadcast(self._settle())
 
     # -- The leader's steps, and what they say to the others
 
-    def _broadcast(self, work: Callable[[], Turn]) -> Turn:
+    def _broadcast(self, work: Steps[Turn]) -> Steps[Turn]:
         """Do it in the leader; all move their base, or raise, as it came out."""
         turn = Turn()
         if self._machine is not None:
             try:
-                turn = work()
+                turn = yield from work
             except Exception as error:
                 has_moved = False if isinstance(error, Superseded) else None
                 turn = Turn(has_moved=has_moved, error=_portable(error))
-        turns: list[Turn] = self._processes.gather(turn)
+        turns: list[Turn] = yield Gather(turn)
         turn = turns[0]
         if turn.has_moved is not None:
             if turn.has_moved and self._move is not None:
@@ -172,157 +157,118 @@ class GroupPublisher:
             raise turn.error
         return turn
 
-    def _settle(self) -> Turn:
-        machine = self._leader()
-        has_pending = machine.pending is not None
-        if not machine.successor:
-            self._drive(machine.settle())
-        return Turn(has_moved=True if has_pending else None)
-
-    def _begin(self) -> Turn:
-        machine = self._leader()
-        has_pending = machine.pending is not None
-        self._drive(machine.begin())
-        return Turn(
-            machine.head + 1,
-            machine.attempt,
-            machine.who,
-            machine.parent == 0,
-            True if has_pending else None,
-        )
-
-    def _commit(self, turn: Turn, shares: list[Share], step: int | None) -> VersionRecord:
-        machine = self._leader()
-        rows = [row for share in shares for row in share.rows]
-        state = state_of(rows)
-        size = sum(share.size for share in shares)
-        if turn.is_full:
-            folder = try_folder("full", turn.number, turn.who, turn.attempt)
-            self._drive(self._seal(folder, state, shares))
-            record = machine.record(step, state, is_full=True, size=size)
-        else:
-            record = machine.record(
-                step,
-                state,
-                parts=tuple(part for share in shares for part in share.parts),
-                removed=sorted(name for share in shares for name in share.removed),
-                changed=sum(share.changed for share in shares),
-            )
-        self._drive(machine.commit(Pending(record, seal(record), lambda: None)))
-        return record
-
-    def _finish(self, record: VersionRecord) -> None:
-        """A full copy when it is due, then gc; if that fails, the next publish does it."""
-        machine = self._machine
-        is_due = machine is not None and machine.since_full >= machine.full_every
-        attempt = 0
-        if machine is not None and is_due:
-            machine.attempt += 1
-            attempt = machine.attempt
-        is_due, attempt, who = self._processes.gather((is_due, attempt, record.publisher))[0]
-        if is_due:
-            share, base = Share(), self.base
-            assert base is not None
-            folder = try_folder("full", record.number, who, attempt)
-            try:
-                self._put_files(folder, base, share)
-            except Exception as error:
-                share.error = error
-            shares: list[Share] = self._processes.gather(share)
-            if machine is not None and not any(each.error for each in shares):
-                try:
-                    self._drive(self._seal(folder, record.state, shares))
-                    machine.since_full, machine.is_gc_due = 0, True
-                except Exception:
-                    pass
-        if machine is not None:
-            self._drive(_gc_only(machine))
-
+    @property
     def _leader(self) -> PublisherMachine:
         assert self._machine is not None
         return self._machine
 
+    def _claim(self, check: Callable[[], None]) -> Steps[Turn]:
+        check()
+        yield from self._leader.open(reads_base=False)
+        return Turn()
+
+    def _settle(self) -> Steps[Turn]:
+        has_pending = self._leader.pending is not None
+        if not self._leader.successor:
+            yield from self._leader.settle()
+        return Turn(has_moved=True if has_pending else None)
+
+    def _begin(self) -> Steps[Turn]:
+        machine = self._leader
+        has_pending = machine.pending is not None
+        yield from machine.begin()
+        return Turn(
+            machine.head + 1,
+            machine.attempt,
+            machine.who,
+            is_full=machine.parent == 0,
+            has_moved=True if has_pending else None,
+        )
+
+    def _commit(self, turn: Turn, brought: list[Contribution], step: int | None) -> Steps[Turn]:
+        machine, shares = self._leader, [each.share for each in brought if each.share]
+        state = self._state_of(row for each in brought for row in each.rows)
+        size = sum(share.size for share in shares)
+        if turn.is_full:
+            folder = turn.folder(is_full=True)
+            size += yield from put_index(folder, self._draft, state, shares)
+        record = machine.record(
+            step,
+            state,
+            parts=tuple(part for share in shares for part in share.parts),
+            removed=sorted(name for each in brought for name in each.removed),
+            changed=sum(share.changed for share in shares),
+            is_full=turn.is_full,
+            size=size,
+        )
+        yield from machine.commit(Pending(record, seal(record), lambda: None))
+        return Turn(record=record, has_moved=True)
+
     # -- What every process does
 
-    def _own(self, gathered: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The tensors of this process: each goes to whoever has the fewest bytes so far."""
-        for name, tensor in gathered:
-            if name not in self._owners:
-                owner = min(range(self._processes.size), key=lambda rank: (self._loads[rank], rank))
-                self._owners[name] = owner
-                self._loads[owner] += tensor.nbytes
-            if self._owners[name] == self._processes.rank:
-                yield name, tensor
-
-    def _write(self, turn: Turn, tensors: Iterator[tuple[str, TensorValue]], share: Share) -> None:
-        if turn.is_full or self.base is None:
-            values = {name: each._replace(data=each.data.copy()) for name, each in tensors}
-            copy = Tensors(values, {}, self._run)
-            self._put_files(try_folder("full", turn.number, turn.who, turn.attempt), copy, share)
-            share.rows = copy.rows()
+    def _write(self, turn: Turn, source: Source, own: Contribution) -> Steps[Callable[[], None]]:
+        """Put the own share; what is returned moves the own base to it."""
+        key = share_key(turn.folder(is_full=turn.is_full), self._rank, turn.who, turn.attempt)
+        if turn.is_full:
+            copy: Any = source.copy()
+            self._draft = copy
+            own.share = yield from put_files(key, copy)
+            own.rows = copy.rows()
 
             def take() -> None:
                 self.base = copy
 
-            self._move = take
-            return
+            return take
         base = self.base
-        delta = TensorsDelta(base, tensors, self._run)
-        folder = try_folder("delta", turn.number, turn.who, turn.attempt)
-        bodies = list[Buffer]()
-        for body in delta:
-            key = f"{folder}/{self._processes.rank}.{len(bodies)}"
-            size = memoryview(body).nbytes
-            self._drive(_put(key, body))
-            bodies.append(body)
-            share.parts.append(Part(key=key, size=size, sha256=sha256_of([body])))
-        share.rows, share.removed, share.changed = delta.rows(), delta.removed, delta.changed
+        delta: Any = source.delta(base)
+        bodies, own.share = yield from put_delta(key, delta)
+        own.rows, own.removed = delta.rows(), list(delta.removed)
 
         def move() -> None:
-            base.apply(base.prepare(bodies, delta.removed))
+            base.apply(base.prepare(bodies, own.removed))
 
-        self._move = move
+        return move
 
-    def _put_files(self, folder: str, copy: Tensors, share: Share) -> None:
-        rank = self._processes.rank
-        for name, pieces in tensor_files(copy.tensors, is_adapter=False):
-            if not name.endswith(".safetensors"):
-                continue  # the leader makes one index of all
-            file = name.replace("model", f"model-p{rank:05d}", 1)
-            share.files[file] = sha256_of(pieces)
-            share.size += sum(memoryview(piece).nbytes for piece in pieces)
-            self._drive(_put(f"{folder}/{file}", pieces))
-            header = json.loads(bytes(pieces[0])[8:])
-            share.weight_map |= dict.fromkeys(header.keys() - {"__metadata__"}, file)
+    def _finish(self, record: VersionRecord) -> Steps[None]:
+        """A full copy when it is due, then gc; if that fails, the next publish does it."""
+        machine = self._machine
+        turn = Turn(record.number, who=record.publisher)
+        if machine is not None and machine.since_full >= machine.full_every:
+            machine.attempt += 1
+            turn.attempt, turn.is_full = machine.attempt, True
+        turn = (yield Gather(turn))[0]
+        if turn.is_full:
+            own = Contribution()
+            try:
+                key = share_key(turn.folder(is_full=True), self._rank, turn.who, turn.attempt)
+                own.share = yield from put_files(key, self.base)
+            except Exception as error:
+                own.error = _portable(error)
+            brought: list[Contribution] = yield Gather(own)
+            if machine is None or any(each.error for each in brought):
+                return
+            shares = [each.share for each in brought if each.share]
+            try:
+                yield from put_index(turn.folder(is_full=True), self.base, record.state, shares)
+            except StoreError:
+                return  # the seal may still come: what it seals is not for gc yet
+            machine.since_full, machine.is_gc_due = 0, True
+        if machine is not None:
+            yield from machine.gc_if_due()
 
-    def _seal(self, folder: str, state: str, shares: list[Share]) -> Generator[Any, Any, None]:
-        digests = {name: digest for share in shares for name, digest in share.files.items()}
-        weight_map = {name: file for share in shares for name, file in share.weight_map.items()}
-        total = sum(share.size for share in shares)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        for name, body in {INDEX: json.dumps(index).encode(), **self._extra}.items():
-            digests[name] = sha256_of([body])
-            yield Put(f"{folder}/{name}", body)
-        yield Put(f"{folder}/{SEAL}", seal(FullCopy(state=state, files=digests)))
+
+def _raise_first(brought: Iterable[Contribution]) -> None:
+    for each in brought:
+        if each.error is not None:
+            raise each.error
 
 
 def _portable(error: Exception) -> Exception:
     """The error as other processes can read it."""
+    if isinstance(error, StoreError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _put(key: str, body: Any) -> Generator[Any, Any, None]:
-    yield Put(key, body)
-
-
-def _gc_only(machine: PublisherMachine) -> Generator[Any, Any, None]:
-    try:
-        if machine.is_gc_due:
-            yield from machine.gc()
-            machine.is_gc_due = False
-    except StoreError:
-        pass

@@ -2,13 +2,15 @@
 
 A `Reader` goes from version to version; a `PublisherMachine` makes them and deletes what nobody
 needs. Neither knows tensors, threads, clocks or a network: `HostCopy` and `Source` are what they
-know of values, and a StoreError is what they know of faults. The numbers of the rules in comments
-are those of docs/weights.md; tests/sim/weights breaks each of them once.
+know of values, and a StoreError is what they know of faults; a List is answered with Rows. The
+numbers of the rules in comments are those of docs/decisions/026; tests/sim/weights breaks each of
+them once.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -23,11 +25,13 @@ from atoll.weights.records import (
     FullCopy,
     Part,
     Record,
+    Row,
     Try,
     VersionRecord,
     lease_key,
     log_key,
     log_number,
+    looks_like_claim,
     read_lease,
     read_record,
     read_try,
@@ -129,8 +133,8 @@ def counts(copy: Try, content: FullCopy | None, record: Record | None) -> bool:
     )
 
 
-def numbers_in(log: Iterable[tuple[str, float]]) -> list[int]:
-    return [number for key, _ in log if (number := log_number(key)) is not None]
+def numbers_in(log: Iterable[Row]) -> list[int]:
+    return [number for row in log if (number := log_number(row.key)) is not None]
 
 
 class Reader:
@@ -194,16 +198,20 @@ class Reader:
         if self.record is None:
             return False
         self.position = self.number
-        for number in numbers_in((yield List("log/", log_key(self.number)))):
+        for row in (yield List("log/", log_key(self.number))):
+            number = log_number(row.key)
+            if number is None:
+                continue
             if limit is not None and number > limit:
                 break
             if number != self.position + 1:
                 return False
-            record = yield from read_log(number)
-            if record is None:
-                return False
-            if isinstance(record, VersionRecord) and not (yield from self._take(record)):
-                return False
+            if not looks_like_claim(row.size):
+                record = yield from read_log(number)
+                if record is None:
+                    return False
+                if isinstance(record, VersionRecord) and not (yield from self._take(record)):
+                    return False
             self.position = number
         return True
 
@@ -232,7 +240,7 @@ class Reader:
     def _reload(self, limit: int | None) -> Steps[bool]:
         """Load the newest full copy that is newer than what is held."""
         keys = yield List("full/")
-        copies = {copy for key, _ in keys if key.endswith(f"/{SEAL}") and (copy := read_try(key))}
+        copies = {copy for key, *_ in keys if key.endswith(f"/{SEAL}") and (copy := read_try(key))}
         for copy in sorted(copies, key=lambda copy: (copy.number, copy.folder), reverse=True):
             if copy.number <= self.number:
                 break
@@ -339,7 +347,7 @@ class PublisherMachine:
             self.base, self.parent, self.since_full = reader.copy, reader.number, reader.deltas
         yield from reader.leave()
 
-    def _check_newest(self, later: list[tuple[str, float]]) -> None:
+    def _check_newest(self, later: list[Row]) -> None:
         for number in numbers_in(later):
             self._supersede(number)
 
@@ -466,7 +474,8 @@ class PublisherMachine:
             return
         if not (yield from self._create(pending.record.number, pending.body)):
             self.pending = None
-            self._supersede(pending.record.number)
+            self._lose(pending.record.number)
+            return
         pending.move()
         self.pending = None
         self.head = self.parent = pending.record.number
@@ -475,19 +484,33 @@ class PublisherMachine:
         self.since_full = 0 if is_full else self.since_full + 1
         self.is_gc_due = self.is_gc_due or is_full
 
+    def _lose(self, number: int) -> None:
+        """The number that was to be a version is somebody else's."""
+        self._supersede(number)
+
     def finish(self) -> Steps[None]:
         """Now and then a full copy, then gc. If that fails, the next publish does it (rule 10)."""
         try:
             if self.since_full >= self.full_every:
-                assert self.base is not None
-                self.attempt += 1
-                yield from self._put_full(self.base, self.head)
-                self.since_full, self.is_gc_due = 0, True
+                yield from self._renew_full()
+        except StoreError:
+            return
+        yield from self.gc_if_due()
+
+    def gc_if_due(self) -> Steps[None]:
+        """gc if it is due; one that fails stays due."""
+        try:
             if self.is_gc_due:
                 yield from self.gc()
                 self.is_gc_due = False
         except StoreError:
             pass
+
+    def _renew_full(self) -> Steps[None]:
+        assert self.base is not None
+        self.attempt += 1
+        yield from self._put_full(self.base, self.head)
+        self.since_full, self.is_gc_due = 0, True
 
     # -- gc
 
@@ -500,24 +523,27 @@ class PublisherMachine:
         numbers = numbers_in(log)
         if max(numbers, default=0) > self.head:
             return  # superseded, as the next create will say
-        yield from self._read_records(numbers)
-        sealed = yield from self._sealed(copies)
+        uncertain = self._find_uncertain(log, copies) | self._find_uncertain(log, parts)
+        yield from self._read_records(sorted(uncertain))
+        sealed = yield from self._find_sealed(copies, uncertain)
         newest = max((copy.number for copy in sealed), default=0)
         ages = self._ages(log, leases)
         floor = min(newest, self.head - self.keep, *self._fresh(ages))
         edge = min(newest, floor + 1)
         seals, objects = list[str](), list[str]()
-        for key, _ in copies:
+        for key, *_ in copies:
             copy = read_try(key)
             if copy and (copy.number < edge or self._is_leftover(copy, copy in sealed, numbers)):
                 (seals if key.endswith(f"/{SEAL}") else objects).append(key)
-        for key, _ in parts:
+        for key, *_ in parts:
             part = read_try(key)
-            if part and (
-                part.number <= floor or self._is_leftover(part, self._has_part(part, key), numbers)
-            ):
+            if part is None:
+                continue
+            is_certain = part.number in numbers and part.number not in uncertain
+            is_used = is_certain or self._has_part(part, key)
+            if part.number <= floor or self._is_leftover(part, is_used, numbers):
                 objects.append(key)
-        objects += (log_key(number) for number in self._doomed_records(numbers, edge))
+        objects += (log_key(number) for number in self._doomed_records(log, edge))
         objects += (key for key, age_s in ages.items() if age_s > DEAD_LEASE_S)
         for keys in (seals, objects):  # a copy without files has no seal
             if keys:
@@ -526,31 +552,44 @@ class PublisherMachine:
             if not isinstance(self.records[number], Claim):
                 del self.records[number]
 
+    def _find_uncertain(self, log: Iterable[Row], objects: Iterable[Row]) -> set[int]:
+        """Numbers in the log of which it takes the record to know what a try is.
+
+        Those are few: one try beside a version is that version's, or stays until it goes with it.
+        Other records are not read, as there are many while a lease holds them.
+        """
+        sizes = {number: row.size for row in log if (number := log_number(row.key)) is not None}
+        tries = Counter(each.number for each in {read_try(row.key) for row in objects} if each)
+        return {
+            number
+            for number, count in tries.items()
+            if number in sizes and (count > 1 or looks_like_claim(sizes[number]))
+        }
+
     def _read_records(self, numbers: Iterable[int]) -> Steps[None]:
         for number in numbers:
             if number not in self.records and (record := (yield from read_log(number))):
                 self.records[number] = record
 
-    def _sealed(self, copies: Iterable[tuple[str, float]]) -> Steps[set[Try]]:
-        """The full copies that count."""
-        sealed = set[Try]()
-        for key, _ in copies:
-            copy = read_try(key) if key.endswith(f"/{SEAL}") else None
-            if copy is None:
+    def _find_sealed(self, copies: Iterable[Row], uncertain: set[int]) -> Steps[set[Try]]:
+        """The full copies that count. Those before the newest do if they are alone."""
+        sealed, newest = set[Try](), 0
+        tries = {copy for key, *_ in copies if key.endswith(f"/{SEAL}") and (copy := read_try(key))}
+        for copy in sorted(tries, key=lambda copy: -copy.number):
+            if copy.number < newest and copy.number not in uncertain:
+                sealed.add(copy)
                 continue
-            if copy.number not in self.records:  # of a publisher that came after the list
-                yield from self._read_records([copy.number])
+            yield from self._read_records([copy.number])
             content = yield from read_full_copy(copy.folder)
             if counts(copy, content, self.records.get(copy.number)):
                 sealed.add(copy)
+                newest = max(newest, copy.number)
         return sealed
 
-    def _ages(
-        self, log: Sequence[tuple[str, float]], leases: Sequence[tuple[str, float]]
-    ) -> dict[str, float]:
+    def _ages(self, log: Sequence[Row], leases: Sequence[Row]) -> dict[str, float]:
         """How old each lease is by the store's clock, which is at its newest object (rule 16)."""
-        now = max(time for _, time in (*log, *leases))
-        return {key: now - time for key, time in leases}
+        now = max(row.time for row in (*log, *leases))
+        return {row.key: now - row.time for row in leases}
 
     def _fresh(self, ages: Mapping[str, float]) -> list[int]:
         return [
@@ -559,12 +598,14 @@ class PublisherMachine:
             if age_s <= LEASE_LIFE_S and (lease := read_lease(key))
         ]
 
-    def _doomed_records(self, numbers: Iterable[int], edge: int) -> list[int]:
+    def _doomed_records(self, log: Iterable[Row], edge: int) -> list[int]:
         """Versions alone: a claim is the fence of the publisher before it (rule 3)."""
         return [
             number
-            for number in numbers
-            if number < edge and isinstance(self.records.get(number), VersionRecord)
+            for row in log
+            if (number := log_number(row.key)) is not None
+            and number < edge
+            and not looks_like_claim(row.size)
         ]
 
     def _has_part(self, part: Try, key: str) -> bool:

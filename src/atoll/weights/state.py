@@ -45,7 +45,8 @@ PART_BYTES = 256 << 20
 FILE_BYTES = 1_000_000_000  # of a full copy: each is one request, and read as one
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in the library
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"  # among the files: the tensors are an adapter's
+STEM, ADAPTER_STEM = "model", "adapter_model"
+ADAPTER = "adapter_config.json"  # among the files: the tensors are an adapter's, in one file
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<Q")
 _UNITS: dict[int, np.dtype[Any]] = {
@@ -271,6 +272,24 @@ class Tensors:
         self.digests = {name: change.digests[name] for name in self.tensors}
         self.state = change.state
 
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def share(self, index: int, count: int) -> Tensors:
+        """Views of the tensors of one of `count` shares: the largest first, to the smallest."""
+        sizes, names = [0] * count, list[str]()
+        for name in sorted(self.tensors, key=lambda name: (-self.tensors[name].data.size, name)):
+            smallest = sizes.index(min(sizes))
+            sizes[smallest] += self.tensors[name].data.size
+            if smallest == index:
+                names.append(name)
+        tensors = {name: self.tensors[name] for name in sorted(names)}
+        digests = {name: self.digests[name] for name in tensors}
+        return Tensors(tensors, self.extra, self._run, digests)
+
+    def delta(self, base: Tensors) -> TensorsDelta:
+        return TensorsDelta(base, self.tensors.items(), self._run)
+
     def verify(self) -> None:
         """Read all values again; raises Damaged if memory has changed since."""
         digests = self._run(digest_of, self.tensors.values())
@@ -279,9 +298,24 @@ class Tensors:
                 raise Damaged(f"tensor {name!r} is not what was read: its memory has changed")
 
     def files(self) -> Iterator[tuple[str, list[Buffer]]]:
-        yield from tensor_files(self.tensors, is_adapter=ADAPTER in self.extra)
-        for name, body in self.extra.items():
-            yield name, [body]
+        names, size = dict[str, str](), 0
+        for file, pieces, tensors in self.shards(""):
+            yield file, pieces
+            names |= dict.fromkeys(tensors, file)
+            size += sum(self.tensors[name].data.size for name in tensors)
+        for file, body in self.index(names, size):
+            yield file, [body]
+
+    def shards(self, label: str) -> Iterator[tuple[str, list[Buffer], list[str]]]:
+        """Files with `label` in their names, and the tensors in each."""
+        yield from tensor_files(self.tensors, label, is_adapter=ADAPTER in self.extra)
+
+    def index(self, names: Mapping[str, str], size: int) -> Iterator[tuple[str, bytes]]:
+        """What a full copy has beside the files of its tensors."""
+        if not {f"{stem}.safetensors" for stem in (STEM, ADAPTER_STEM)} >= set(names.values()):
+            index = {"metadata": {"total_size": size}, "weight_map": dict(names)}
+            yield INDEX, json.dumps(index).encode()
+        yield from self.extra.items()
 
 
 # -- Deltas
@@ -387,29 +421,30 @@ def plain_rows(tensor: TensorValue) -> list[Array]:
 
 
 def tensor_files(
-    tensors: Mapping[str, TensorValue], *, is_adapter: bool
-) -> Iterator[tuple[str, list[Buffer]]]:
-    """The tensors as files that `from_pretrained` reads; the data is not copied."""
+    tensors: Mapping[str, TensorValue], label: str, *, is_adapter: bool
+) -> Iterator[tuple[str, list[Buffer], list[str]]]:
+    """The tensors as files that `from_pretrained` reads, with the names of those in each file.
+
+    The data is not copied. `label` is in the names of the files.
+    """
     # Larger items first, so that all are aligned.
     order = sorted(tensors, key=lambda name: (-DTYPE_SIZES[tensors[name].dtype], name))
-    files: list[list[str]] = [[]]
+    files: list[list[str]] = []
     size = 0
     for name in order:
-        if files[-1] and size + tensors[name].data.size > FILE_BYTES and not is_adapter:
+        if not files or (size + tensors[name].data.size > FILE_BYTES and not is_adapter):
             files.append([])
             size = 0
         files[-1].append(name)
         size += tensors[name].data.size
-    stem, weight_map = "adapter_model" if is_adapter else "model", dict[str, str]()
+    stem = (ADAPTER_STEM if is_adapter else STEM) + (f"-{label}" if label else "")
     for number, names in enumerate(files, 1):
         part = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-        file = f"{stem}{part}.safetensors"
-        weight_map |= dict.fromkeys(names, file)
-        yield file, [safetensors_header(tensors, names), *(tensors[n].data.data for n in names)]
-    if len(files) > 1:
-        total = sum(tensor.data.size for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        yield INDEX, [json.dumps(index).encode()]
+        pieces: list[Buffer] = [
+            safetensors_header(tensors, names),
+            *(tensors[n].data.data for n in names),
+        ]
+        yield f"{stem}{part}.safetensors", pieces, names
 
 
 def safetensors_header(tensors: Mapping[str, TensorValue], names: Iterable[str]) -> bytes:

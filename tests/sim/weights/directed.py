@@ -80,7 +80,53 @@ def gc_while_a_joiner_reads(**changes: Any) -> None:
     _run_until(sim, joiner, lambda _: sim.counts["moves"] > 0, most=40)
 
 
+def many_restarts(**changes: Any) -> None:
+    """Trainers claim and die, before the last version and after it: nobody reads their claims."""
+    sim = Sim(random.Random(4), Setup(full_every=4, keep=1, **changes))
+    sim.is_quiet = True
+    trainer = sim.new_trainer()
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 1)
+    for count in (1, 2):
+        for _ in range(100):
+            late = sim.new_trainer()
+            _run_until(sim, late, lambda effect: isinstance(effect, Create))
+            sim.step(late)
+            sim.kill(late)
+        asked = sim.counts["requests"]
+        successor = sim.new_trainer()
+        goal = sim.counts["answered"] + 6  # one of them with a full copy and gc
+        _run_until(sim, successor, lambda _, goal=goal: sim.counts["answered"] == goal)
+        assert sim.counts["requests"] - asked < 70, f"{count}: it reads old claims"
+        sim.kill(successor)
+    asked = sim.counts["requests"]
+    joiner = sim.new_follower()
+    _run_until(sim, joiner, lambda _: sim.counts["moves"] > 0)
+    assert sim.counts["requests"] - asked < 40, "a joiner reads old claims"
+    assert joiner.machine.number == sim.newest_version()
+
+
+def parts_of_a_fenced_trainer(**changes: Any) -> None:
+    """Rule 17. The number that a trainer has put parts for becomes the claim of its successor."""
+    sim = Sim(random.Random(5), Setup(full_every=1, keep=50, **changes))
+    sim.is_quiet = True
+    trainer = sim.new_trainer()
+    _run_until(sim, trainer, lambda _: sim.counts["answered"] == 1)
+    _run_until(sim, trainer, lambda effect: isinstance(effect, Create))
+    sim.kill(trainer)
+    parts = [key for key in sim.objects if key.startswith("delta/")]
+    assert parts
+    successor = sim.new_trainer()
+    _run_until(sim, successor, lambda _: sim.counts["answered"] == 3)
+    assert not any(key in sim.objects for key in parts), "parts of nothing stay until keep is over"
+
+
 DIRECTED: dict[str, Callable[..., None]] = {
     each.__name__: each
-    for each in (joiner_between_two_lists, claim_in_the_past, gc_while_a_joiner_reads)
+    for each in (
+        joiner_between_two_lists,
+        claim_in_the_past,
+        gc_while_a_joiner_reads,
+        many_restarts,
+        parts_of_a_fenced_trainer,
+    )
 }

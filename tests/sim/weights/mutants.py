@@ -73,8 +73,8 @@ class TakenNumberPassed(PublisherMachine):  # rule 1
 
 
 class ClaimsDeleted(PublisherMachine):  # rule 3
-    def _doomed_records(self, numbers: Any, edge: int) -> list[int]:
-        return [number for number in numbers if number < edge]
+    def _doomed_records(self, log: Any, edge: int) -> list[int]:
+        return [number for number in numbers_in(log) if number < edge]
 
 
 class ClaimNotChecked(PublisherMachine):  # rule 2
@@ -229,7 +229,7 @@ class LeaseAfterReading(Reader):  # rule 13
 
 class OwnClock(PublisherMachine):  # rule 16
     def _ages(self, log: Any, leases: Any) -> dict[str, float]:
-        return {key: self.clock() - time for key, time in leases}
+        return {row.key: self.clock() - row.time for row in leases}
 
 
 class OneTooMany(PublisherMachine):  # rule 15
@@ -246,6 +246,11 @@ class NewestDeleted(PublisherMachine):  # rule 15
 class AnyLeftover(PublisherMachine):  # rule 17
     def _is_leftover(self, attempt: Any, is_used: bool, numbers: Any) -> bool:
         return not is_used
+
+
+class TriesWithoutRecord(PublisherMachine):  # rule 17
+    def _find_uncertain(self, log: Any, objects: Any) -> set[int]:
+        return set()
 
 
 class AnyCopyCounts(Reader):  # rule 8
@@ -316,6 +321,9 @@ MUTANTS = [
     Mutant("gc takes one version too many", OneTooMany),
     Mutant("newest full copy deleted", NewestDeleted),
     Mutant("anybody's left-overs deleted", AnyLeftover),
+    Mutant("every record is read", patches={"looks_like_claim": lambda size: False}),
+    Mutant("versions pass for claims", patches={"looks_like_claim": lambda size: True}),
+    Mutant("left-overs without their record", TriesWithoutRecord),
 ]
 
 CAUGHT_BY: dict[str, int | str] = {
@@ -345,6 +353,9 @@ CAUGHT_BY: dict[str, int | str] = {
     "gc takes one version too many": 6,
     "newest full copy deleted": 6,
     "anybody's left-overs deleted": 29,
+    "every record is read": "many_restarts",
+    "versions pass for claims": 0,
+    "left-overs without their record": "parts_of_a_fenced_trainer",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from atoll.objectstore.effects import Create
@@ -53,25 +54,31 @@ def _run_faults(sim: Sim, is_fence: bool) -> None:
             sim.new_trainer()
         if len(followers) < 3 and rng.random() < 0.1:
             sim.new_follower()
-        awake = [actor for actor in sim.actors if actor.awake_at <= sim.now]
-        if not awake:
-            sim.advance(min(actor.awake_at for actor in sim.actors) - sim.now)
-            continue
-        actor = rng.choice(awake)
-        if rng.random() < kill:
-            sim.kill(actor)
-            continue
-        if rng.random() < nap:
-            actor.awake_at = sim.now + rng.uniform(0, 2000)
-            sim.counts["naps"] += 1
-            continue
-        if is_fence and isinstance(actor.effect, Create) and rng.random() < 0.1:
-            actor.awake_at = sim.now + rng.uniform(50, 2000)
-            sim.new_trainer()
-            continue
-        sim.step(actor)
-        if rng.random() < sim.setup.damage:
-            _damage(sim)
+        take_step(sim, kill, nap, is_fence=is_fence)
+
+
+def take_step(sim: Sim, kill: float, nap: float, *, is_fence: bool = False) -> None:
+    """Somebody who is awake makes a request, dies, or falls asleep."""
+    rng = sim.rng
+    awake = [actor for actor in sim.actors if actor.awake_at <= sim.now]
+    if not awake:
+        sim.advance(min(actor.awake_at for actor in sim.actors) - sim.now)
+        return
+    actor = rng.choice(awake)
+    if rng.random() < kill:
+        sim.kill(actor)
+        return
+    if rng.random() < nap:
+        actor.awake_at = sim.now + rng.uniform(0, 2000)
+        sim.counts["naps"] += 1
+        return
+    if is_fence and isinstance(actor.effect, Create) and rng.random() < 0.1:
+        actor.awake_at = sim.now + rng.uniform(50, 2000)
+        sim.new_trainer()
+        return
+    sim.step(actor)
+    if rng.random() < sim.setup.damage:
+        _damage(sim)
 
 
 def _damage(sim: Sim) -> None:
@@ -95,12 +102,12 @@ def _run_quiet(sim: Sim) -> None:
     setup = sim.setup
     trainer = sim.new_trainer()
     for _ in range(3):
-        _publish(sim, trainer, setup.full_every + setup.keep + 2)
-        _catch_up(sim)
+        publish_until(sim, [trainer], setup.full_every + setup.keep + 2)
+        catch_up(sim)
         sim.advance(DEAD_LEASE_S / 2)
     for actor in [actor for actor in sim.actors if actor.is_trainer and actor is not trainer]:
         raise Violation(f"(h) trainer {actor.name} goes on beside {trainer.name}")
-    _check_left(sim)
+    check_left(sim)
 
 
 def _round(sim: Sim) -> None:
@@ -111,10 +118,11 @@ def _round(sim: Sim) -> None:
             sim.step(actor)
 
 
-def _publish(sim: Sim, trainer: Actor, count: int) -> None:
+def publish_until(sim: Sim, trainers: Sequence[Actor], count: int) -> None:
+    """Until these have published so often."""
     goal = sim.counts["answered"] + count
     for _ in range(20_000):
-        if trainer.is_done:
+        if any(each.is_done for each in trainers):
             raise Violation("(h) the last trainer was superseded")
         if sim.counts["answered"] >= goal:
             return
@@ -122,7 +130,7 @@ def _publish(sim: Sim, trainer: Actor, count: int) -> None:
     raise Violation("(h) the last trainer does not publish")
 
 
-def _catch_up(sim: Sim) -> None:
+def catch_up(sim: Sim) -> None:
     """Followers alone, until they stand on the newest version."""
     for _ in range(2_000):
         followers = [actor for actor in sim.actors if not actor.is_trainer]
@@ -134,7 +142,7 @@ def _catch_up(sim: Sim) -> None:
     raise Violation("(h) a follower does not reach the newest version")
 
 
-def _check_left(sim: Sim) -> None:
+def check_left(sim: Sim) -> None:
     setup = sim.setup
     followers = sum(not actor.is_trainer for actor in sim.actors)
     damage = sim.counts["damage"]

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.objectstore.effects import Create, Delete, Get, List, Put, StoreError
+from atoll.weights.group import Gather, GroupMachine
 from atoll.weights.machine import LEASE_LIFE_S, PublisherMachine, Reader, Superseded, counts
 from atoll.weights.records import (
     SEAL,
     Claim,
     Damaged,
     Record,
+    Row,
     VersionRecord,
     log_number,
     read_lease,
@@ -29,6 +31,7 @@ from atoll.weights.records import (
     read_try,
     unseal,
 )
+from atoll.weights.replicas import ReplicaMachine, Sleep
 
 Values = dict[str, int]
 
@@ -85,10 +88,55 @@ class SimCopy:
         self.values = change.values
 
     def files(self) -> Iterator[tuple[str, list[bytes]]]:
-        names = sorted(self.values)
         for number in range(2):
-            content = {name: self.values[name] for name in names[number::2]}
+            content = self.share(number, 2).values
             yield f"model-{number}.json", [json.dumps(content).encode()]
+
+    def names(self) -> set[str]:
+        return set(self.values)
+
+    def rows(self) -> list[list[Any]]:
+        return [[name, value] for name, value in self.values.items()]
+
+    def share(self, index: int, count: int) -> SimCopy:
+        names = sorted(self.values)[index::count]
+        return SimCopy({name: self.values[name] for name in names}, self.sim)
+
+    def delta(self, base: SimCopy) -> ShareDelta:
+        return ShareDelta(base, self)
+
+    def shards(self, label: str) -> Iterator[tuple[str, list[bytes], list[str]]]:
+        yield f"model-{label}.json", [json.dumps(self.values).encode()], list(self.values)
+
+    def index(self, names: Mapping[str, str], size: int) -> Iterator[tuple[str, bytes]]:
+        yield "extra.json", b"{}"
+
+
+@dataclass
+class ShareDelta:
+    """What a share changes against the whole base, or against a base of the same tensors."""
+
+    base: SimCopy
+    own: SimCopy
+    removed: Sequence[str] = ()
+    changed: int = 0
+
+    @property
+    def state(self) -> str:
+        return self.own.state
+
+    def rows(self) -> list[list[Any]]:
+        return self.own.rows()
+
+    def __iter__(self) -> Iterator[bytes]:
+        content: dict[str, Values] = {"steps": {}, "new": {}}
+        for name, value in self.own.values.items():
+            if name not in self.base.values:
+                content["new"][name] = value
+            elif value != self.base.values[name]:
+                content["steps"][name] = value - self.base.values[name]
+        self.changed = len(content["steps"])
+        yield json.dumps(content).encode()
 
 
 def load(sim: Sim) -> Callable[[Mapping[str, Any]], SimCopy]:
@@ -158,6 +206,8 @@ class Setup:
     failing: float = 0.0
     damage: float = 0.0
     publisher: type[PublisherMachine] = PublisherMachine
+    replica: type[ReplicaMachine] = ReplicaMachine
+    group: type[GroupMachine] = GroupMachine
     reader: type[Reader] = Reader
     is_lenient: bool = False  # for mutants: values take what does not fit
 
@@ -181,7 +231,9 @@ class Actor:
     is_killed: bool = False
     is_open: bool = False
     leases_listed_at: float = 0.0
+    copies_listed_at: float = 0.0
     machine: Any = None
+    meet: Callable[[], None] = lambda: None  # with the other processes of its group
 
 
 @dataclass
@@ -200,6 +252,7 @@ class Sim:
     late: list[tuple[float, Actor, Any]] = field(default_factory=list)
     actors: list[Actor] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    rounds: dict[tuple[str, int], Values] = field(default_factory=dict)  # of runs of replicas
     claimant: str = ""
     is_quiet: bool = False
     number: int = 0
@@ -214,8 +267,10 @@ class Sim:
             case List(prefix, after):
                 if prefix == "lease/":
                     actor.leases_listed_at = self.now
+                elif prefix == "full/":
+                    actor.copies_listed_at = self.now
                 return sorted(
-                    (key, stored.time)
+                    Row(key, stored.time, len(stored.body))
                     for key, stored in self.objects.items()
                     if key.startswith(prefix) and key > after
                 )
@@ -293,9 +348,24 @@ class Sim:
                     stored is None or hashlib.sha256(stored.body).hexdigest() != part.sha256
                 ):
                     raise Violation(f"(g) version {number} is torn")
+            if record.run:
+                self._check_round(record)
         elif number > max(self.records, default=0):  # else it took the number of a deleted version
             self.claimant = record.publisher
         self.records[number] = record
+
+    def _check_round(self, record: VersionRecord) -> None:
+        """(k) Replicas publish the values of their rounds, which grow while they publish."""
+        before = -1
+        for _, each in sorted(self.records.items()):
+            if each.run != record.run:
+                before = -1  # one that takes the channel back publishes what it has
+            elif isinstance(each, VersionRecord):
+                before = each.round
+        if not self.has_damage and record.round <= before:
+            raise Violation(f"(k) version {record.number}: round {record.round} after {before}")
+        if record.state != state_of(self.rounds[record.run, record.round]):
+            raise Violation(f"(k) version {record.number} is not what round {record.round} made")
 
     def _check_delete(self, actor: Actor, key: str) -> None:
         """(f) Nothing that a fresh lease needs is deleted, nor the newest full copy and after."""
@@ -312,6 +382,8 @@ class Sim:
                     return
             elif not any(copy.folder == attempt.folder for copy in self.copies()):
                 return
+            elif self.objects[f"{attempt.folder}/{SEAL}"].time > actor.copies_listed_at:
+                return  # sealed since by one that was fenced: who begins to read it takes another
         if number is None:
             return
         is_copy = attempt is not None and attempt.folder.startswith("full/")
@@ -354,10 +426,10 @@ class Sim:
     def start(self, actor: Actor, steps: Generator[Any, Any, Any]) -> Actor:
         actor.steps = steps
         self.actors.append(actor)
-        self._resume(actor, None)
+        self.resume(actor, None)
         return actor
 
-    def _resume(self, actor: Actor, answer: Any, error: Exception | None = None) -> None:
+    def resume(self, actor: Actor, answer: Any, error: Exception | None = None) -> None:
         assert actor.steps is not None
         try:
             actor.effect = actor.steps.throw(error) if error else actor.steps.send(answer)
@@ -378,6 +450,14 @@ class Sim:
     def step(self, actor: Actor) -> None:
         """Perform the request that the actor has made."""
         effect = actor.effect
+        if isinstance(effect, Gather):
+            actor.meet()
+            return
+        if isinstance(effect, Sleep):
+            actor.awake_at = self.now + effect.seconds
+            self.resume(actor, None)
+            return
+        self.counts["requests"] += 1
         self._check_seal(effect)
         rng = self.rng
         if not self.is_quiet and rng.random() < self.setup.failing:
@@ -391,9 +471,9 @@ class Sim:
                         some = rng.sample(effect.keys, rng.randrange(len(effect.keys) + 1))
                         effect = Delete(tuple(some))
                     self.perform(actor, effect)
-            self._resume(actor, None, StoreError("lost"))
+            self.resume(actor, None, StoreError("lost"))
             return
-        self._resume(actor, self.perform(actor, effect))
+        self.resume(actor, self.perform(actor, effect))
 
     def _check_seal(self, effect: Any) -> None:
         """(j) The seal of a full copy never comes before its files."""
@@ -444,7 +524,7 @@ def train(sim: Sim, actor: Actor) -> Generator[Any, Any, None]:
     rng = sim.rng
     memory: Values = {f"w{n}": rng.randrange(1000) for n in range(6)}
     if sim.states and rng.random() < 0.7:
-        memory = dict(rng.choice([*sim.states.values()][-20:]))
+        memory = dict(rng.choice([each for each in sim.states.values() if each][-20:]))
     skew = rng.choice((0.0, 0.0, -4000.0, 4000.0))
     machine = sim.setup.publisher(
         actor.name, load(sim), lambda: sim.now + skew, sim.setup.full_every, sim.setup.keep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from atoll.core.errors import ValidationError
 from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
+from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
 from tests.support.stores import FaultyStore
 
 
@@ -275,7 +277,8 @@ def test_a_folder_that_others_read_is_never_written(tmp_path: Path) -> None:
         found = load_file(f"{path}/model.safetensors")
         assert all(torch.equal(found[name], each) for name, each in weights(step).items())
         assert (Path(path) / "config.json").read_text() == "{}"
-    assert sorted(each.name for each in out.iterdir()) == ["current", "v3", "v4"]
+    names = [".atoll-weights", "current", "v3", "v4"]
+    assert sorted(each.name for each in out.iterdir()) == names
 
 
 def test_large_models_have_several_files_and_an_index(
@@ -347,3 +350,31 @@ def test_bad_input_is_refused_before_anything_happens(
     assert not (tmp_path / "a").exists()
     with pytest.raises(ValidationError, match="name"):
         Follower(tmp_path / "a", name="a/b")
+
+
+def test_a_publisher_opens_after_thousands_of_claims_with_a_bounded_number_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher(tmp_path, full_every=2) as publisher:
+        publisher.publish(weights(1), step=1)
+    for number in range(3, 2003):
+        claim = Claim(number=number, publisher=f"{number:016x}")
+        (tmp_path / log_key(number)).write_bytes(seal(claim))
+    asked = Counter[str]()
+    monkeypatch.setattr(FaultyStore, "fault", staticmethod(lambda what, *_: asked.update([what])))
+    with Publisher(tmp_path, full_every=2, keep=0) as publisher, Follower(tmp_path) as follower:
+        assert asked["get"] < 40  # each request is counted before and after
+        for step in range(2, 8):
+            version = publisher.publish(weights(step), step=step)
+        assert follower.next() == version
+        assert_is(follower, 7)
+    assert asked["get"] < 100
+    assert asked["list"] < 100
+    assert len(list((tmp_path / "log").iterdir())) < 2010
+
+
+def test_the_size_of_a_record_tells_a_claim_from_a_version() -> None:
+    claim = Claim(number=9_999_999_999, publisher="f" * 16)
+    version = VersionRecord(number=1, publisher="f", state="0" * 64)
+    assert looks_like_claim(len(seal(claim)))
+    assert not looks_like_claim(len(seal(version)))
