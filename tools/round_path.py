@@ -1,12 +1,13 @@
 """How much code one quiet round passes through: functions, files and changes of file.
 
-    python -m tools.round_path
+    python -m tools.round_path [--list]
 
 Two replicas in threads over a folder take rounds of fp32; the third of one of them is followed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import threading
@@ -24,7 +25,7 @@ class Path:
     """Functions of the package, in the order in which they are entered first."""
 
     def __init__(self) -> None:
-        self.functions: set[tuple[str, int]] = set()
+        self.functions: dict[tuple[str, int], str] = {}
         self.files: set[str] = set()
         self.changes = 0
         self._last = ""
@@ -37,7 +38,7 @@ class Path:
         # Once each: a reader passes a function once, however often it is called or resumed.
         if code.co_name.startswith("<") or place in self.functions:
             return
-        self.functions.add(place)
+        self.functions[place] = code.co_qualname
         self.files.add(code.co_filename)
         self.changes += code.co_filename != self._last
         self._last = code.co_filename
@@ -67,11 +68,15 @@ def measure() -> Path:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--list", action="store_true", help="print the functions in their order")
+    options = parser.parse_args()
     path = measure()
     functions, files = len(path.functions), len(path.files)
     sys.stdout.write(f"{functions} functions, {files} files, {path.changes} changes of file\n")
-    for each in sorted(path.files):
-        sys.stdout.write(f"  {each.partition('/atoll/')[2]}\n")
+    if options.list:
+        for (file, _), name in path.functions.items():
+            sys.stdout.write(f"  {file.partition('/atoll/')[2]}  {name}\n")
 
 
 if __name__ == "__main__":

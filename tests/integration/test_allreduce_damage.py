@@ -45,8 +45,8 @@ class DamagedStore(FaultyStore):
     def put(self, key: str, data: Any, **options: Any) -> None:
         super().put(key, self._spoilt(key, data), **options)
 
-    def create(self, key: str, data: Any) -> bool:
-        return super().create(key, self._spoilt(key, data))
+    def create(self, key: str, data: Any, **options: Any) -> bool:
+        return super().create(key, self._spoilt(key, data), **options)
 
     def _spoilt(self, key: str, data: Any) -> Any:
         if self.part not in key or not self.times:

@@ -165,7 +165,7 @@ def test_a_movement_that_is_not_finite_is_left_out_by_all_and_its_replica_goes_o
         assert manifests[-1] == (0, 1)
     if "fragments" not in options:
         assert any("3.weight is not finite" in each for each in one.warnings)
-    assert any("begins again" in each for each in other.warnings)
+    assert any("starts over" in each for each in other.warnings)
 
 
 def test_a_replica_alone_that_is_not_finite_goes_back_to_where_it_was() -> None:

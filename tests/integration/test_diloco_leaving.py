@@ -75,7 +75,7 @@ def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
             process.close()
     manifests = [line.split()[2:] for line in out.splitlines() if line.startswith("round")]
     assert manifests == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
-    for messages in ("goes on without", "given up", "waiting for ranks"):
+    for messages in ("continues without", "given up", "waiting for ranks"):
         assert messages not in errors
     marks = [info.key for info in ObjectStore.open(uri).list("run/upload/ended")]
     assert any(key.endswith("00000.left") for key in marks), marks
@@ -125,7 +125,7 @@ def test_a_notice_of_the_host_is_a_word_to_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
-def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
+def test_what_is_drained_while_a_program_waits_in_sync_is_drained_once(
     tmp_path: Path, codec: str
 ) -> None:
     model = torch.nn.Linear(40, 4)

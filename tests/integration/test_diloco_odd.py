@@ -232,9 +232,9 @@ def test_a_lost_answer_to_the_first_checkpoint_does_not_lose_the_run() -> None:
     store = MemoryStore()
 
     class Retried(FaultyStore):
-        def create(self, key: str, data: Any) -> bool:
-            is_new = super().create(key, data)
-            return super().create(key, data) if "/checkpoint/" in key else is_new
+        def create(self, key: str, data: Any, **how: Any) -> bool:
+            is_new = super().create(key, data, **how)
+            return super().create(key, data, **how) if "/checkpoint/" in key else is_new
 
     model = net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

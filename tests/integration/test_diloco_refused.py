@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -15,7 +16,7 @@ import torch
 from tests.support.forked import run_forked
 from tests.support.stores import run_threads
 
-from atoll.core.errors import ValidationError
+from atoll.core.errors import DistributedError, ValidationError
 from atoll.diloco import DiLoCo
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.objectstore import ObjectStore
@@ -60,7 +61,7 @@ def uri() -> str:
     return f"memory:///{uuid.uuid4()}"
 
 
-def open_with(model: torch.nn.Module, where: str, **more: Any) -> DiLoCo:
+def open_with(model: torch.nn.Module, where: Any, **more: Any) -> DiLoCo:
     options: dict[str, Any] = {"sync_every": 2, "rank": 0, "world_size": 2, "min_replicas": 1}
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return DiLoCo(model, inner, uri=where, **{**options, **more})
@@ -91,7 +92,7 @@ def test_a_run_id_that_another_all_reduce_uses_is_refused() -> None:
         reduce.allreduce([np.ones(24, np.float32)])  # as many values as the model has
     model = pair()
     before = [value.clone() for value in model.parameters()]
-    with pytest.raises(ValidationError, match=r"run_id: 'run' .*all-reduce .*no model"):
+    with pytest.raises(ValidationError, match=r"run_id: 'run' .*all-reduce without a model"):
         open_with(model, where)
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -133,6 +134,70 @@ def test_replicas_that_begin_at_once_with_other_fragments_do_not_wait_for_each_o
 def test_what_cannot_be_used_is_named(model: Any, more: dict[str, Any], messages: str) -> None:
     with pytest.raises(ValidationError, match=messages):
         open_with(model, uri(), **more)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("timeout", value) for value in (0, -1, "10", None, [], True, math.nan, math.inf)),
+        *(("grace_s", value) for value in (0, -1, "10", [], True, math.nan, 1e30)),
+        *(("on_round", value) for value in (1, "x", [])),
+        *(("preset", value) for value in ([], {}, 1)),
+        *(("outer_lr", value) for value in ([(True, 1)], [(0, 1), (0, 2)], ["ab"], {}, math.nan)),
+        *(("sync_every", value) for value in ([(True, 1)], [(0, 1), (0, 2)], ["ab"], {}, 1.5)),
+        *(("down_codec", value) for value in ([], 0, "nope")),
+        *(("uri", value) for value in ([], 0, {})),
+        *(("scheduler", value) for value in (1, "x", [])),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named_and_the_store_is_not_touched(
+    field: str, value: Any
+) -> None:
+    where = uri()
+    with pytest.raises(ValidationError) as caught:
+        open_with(
+            pair(), value if field == "uri" else where, **{} if field == "uri" else {field: value}
+        )
+    assert caught.value.field == field
+    assert "expected" in str(caught.value)
+    assert not ObjectStore.open(where).list("")
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda diloco: diloco.until(5, rounds=1), "batches"),
+        *((lambda d, part=part: d.data(10, part=part), "part") for part in (1, (0,), (0, 1, 2))),
+        (lambda diloco: diloco.data(10).trained(5), "positions"),
+        (lambda diloco: diloco.data(10).trained(["x"]), "positions"),
+        (lambda diloco: diloco.data(10).skip([1000]), "positions"),
+    ],
+)
+def test_what_a_call_cannot_use_is_named(call: Any, field: str) -> None:
+    with open_with(pair(), uri(), world_size=1) as diloco:
+        with pytest.raises(ValidationError) as caught:
+            call(diloco)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda diloco: diloco.sync(),
+        lambda diloco: diloco.end_period(),
+        lambda diloco: diloco.until(rounds=5),
+        lambda diloco: diloco.data(10),
+    ],
+)
+def test_a_run_that_was_closed_is_not_trained_on(call: Any) -> None:
+    where = uri()
+    diloco = open_with(pair(), where, world_size=1)
+    diloco.close()
+    before = [blob.key for blob in ObjectStore.open(where).list("")]
+    with pytest.raises(DistributedError, match="this DiLoCo is closed"):
+        call(diloco)
+    assert [blob.key for blob in ObjectStore.open(where).list("")] == before
+    assert set(diloco.global_parameters()) == {"a.weight", "a.bias", "b.weight", "b.bias"}
 
 
 def test_a_function_is_no_model() -> None:

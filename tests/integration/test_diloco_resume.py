@@ -92,7 +92,7 @@ def test_a_rank_without_a_copy_of_its_own_is_told(tmp_path: Path) -> None:
     life(str(tmp_path), 10)
     other = life(str(tmp_path), 0, rank=1, world_size=2, min_replicas=1)
     assert other["began"][1] is None
-    (messages,) = [each for each in other["warnings"] if "begins again" in each]
+    (messages,) = [each for each in other["warnings"] if "starts over" in each]
     assert "rank 1" in messages
     assert "rank 1 has none" in messages
 

@@ -531,7 +531,7 @@ def test_replicas_end_with_a_script_that_forgets_them(tmp_path: Path) -> None:
 
 def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path) -> None:
     launcher, root = start_script(tmp_path, str(tmp_path), "executor.collect(handles)")
-    (reaper,) = [p for p in processes.children(launcher.pid) if "reap(sys.argv" in _command(p)]
+    (reaper,) = [p for p in processes.children(launcher.pid) if " reap " in _command(p)]
     with launcher:
         os.kill(reaper, signal.SIGKILL)
         launcher.kill()

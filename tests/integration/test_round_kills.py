@@ -124,7 +124,7 @@ def _mean_of_uploads(store: ObjectStore, manifest: Manifest, cut: Cut, codec: Co
     if manifest.plan == objects.FLAT:
         for cell in range(cut.cells):
             part = slice(cut.bounds[cell], cut.bounds[cell + 1])
-            mean[part] = codec.decode(codec.encode(mean[part]), cut.size_of(cell))
+            mean[part] = codec.decode(codec.encode(mean[part]), cut.sizes[cell])
     return np.asarray(mean)
 
 
@@ -138,7 +138,7 @@ def _read_upload(store: ObjectStore, member: Member, cut: Cut, codec: Codec) -> 
         starts = offsets([at + head.nbytes, *table.lengths])[1:]
         for number, start, length in zip(numbers, starts, table.lengths, strict=False):
             part = slice(cut.bounds[number], cut.bounds[number + 1])
-            row[part] = codec.decode(data[start : start + length], cut.size_of(number))
+            row[part] = codec.decode(data[start : start + length], cut.sizes[number])
         at = starts[-1]
     return row
 

@@ -15,8 +15,8 @@ from tests.allreduce.world import run_threads
 
 from atoll import LocalProcessExecutor, ObjectStoreAllReduce
 from atoll.core.errors import BelowMinimumWorld, ValidationError
+from atoll.diloco.replica_config import find_min_replicas, read_start
 from atoll.diloco.round import objects, pace, protocol
-from atoll.diloco.start import find_min_replicas, read_start
 from atoll.objectstore import ObjectStore
 
 GRACE_S = 0.15
@@ -141,7 +141,7 @@ def test_after_the_timeout_more_than_half_go_on_and_say_who_is_missing(
     assert not run.errors
     assert run.manifests[0][0] == (0, [0, 1, 3])
     assert run.missing == {2}
-    assert "round 0 goes on without ranks [2]" in caplog.text
+    assert "round 0 continues without ranks [2]" in caplog.text
 
 
 def test_half_of_a_launch_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:

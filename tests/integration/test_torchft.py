@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import ObjectStoreManager
-from atoll.diloco.torchft_manager import check_handed
+from atoll.integrations.torchft import check_handed
 from atoll.objectstore import ObjectStore
 
 with warnings.catch_warnings():

@@ -64,6 +64,9 @@ class RoundCost(msgspec.Struct, frozen=True, array_like=True):
     hidden_s: float
     blocked_s: float
     process: int = 0  # of the replica
+    steps: int = 0  # since the round before
+    train_s: float = 0.0  # that they took outside of rounds
+    data_s: float | None = None  # of `train_s`, in reading data; None if it is not known
 
 
 class ReportedRound(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -174,10 +177,27 @@ class RankRounds(Model, frozen=True, omit_defaults=False):
     last: int
 
 
+class SlowRank(Model, frozen=True, omit_defaults=False):
+    """A rank whose steps take long, and where its time goes: shares that add up to 1.
+
+    `factor`: its time for a step over the median of all ranks. `data` is null, and part of
+    `compute`, where the training loop does not take its batches from DiLoCo.
+    """
+
+    rank: int
+    step_s: float
+    factor: float
+    data: float | None
+    compute: float
+    waiting: float
+    message: str
+
+
 class RoundSummary(Model, frozen=True, omit_defaults=False):
     """How far a run is. `behind`: who was not in the newest round though it was waited for, or
     came late. `waited_for`: who has not uploaded to the round that is open. `ranks`: who took part
-    in any round; `left`: who uploaded and left."""
+    in any round; `left`: who uploaded and left; `slow`: whose steps take much longer than those
+    of the others."""
 
     run: str
     source: Source
@@ -193,6 +213,7 @@ class RoundSummary(Model, frozen=True, omit_defaults=False):
     observed_at: float | None
     ranks: list[RankRounds] = []
     left: list[int] = []
+    slow: list[SlowRank] = []
     message: str = ""
 
 
@@ -275,6 +296,11 @@ def by_replica(costs: Iterable[RoundCost]) -> list[RoundCost]:
                 other.requests + cost.requests,
                 max(other.hidden_s, cost.hidden_s),
                 max(other.blocked_s, cost.blocked_s),
+                steps=max(other.steps, cost.steps),
+                train_s=max(other.train_s, cost.train_s),
+                data_s=max(
+                    (each for each in (other.data_s, cost.data_s) if each is not None), default=None
+                ),
             )
         )
     return list(merged.values())
@@ -367,6 +393,7 @@ def summary_of(
     departures: Mapping[int, str] | None = None,
     ranks: Sequence[RankRounds] = (),
     left: Iterable[int] = (),
+    slow: Sequence[SlowRank] = (),
 ) -> RoundSummary | None:
     """`newest`: the newest round of each fragment; `departures`: ranks that have left, and how;
     `left`: those that uploaded before that."""
@@ -402,6 +429,7 @@ def summary_of(
         observed_at=observed_at,
         ranks=list(ranks),
         left=sorted({*(departures or {}), *left, *([] if last is None else last.leaving)}),
+        slow=list(slow),
     )
     return msgspec.structs.replace(summary, message=describe_summary(summary))
 

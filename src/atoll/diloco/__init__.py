@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from atoll.diloco.outer import OuterRule
     from atoll.diloco.presets import OuterPreset
     from atoll.diloco.reports import RoundReport
-    from atoll.diloco.torchft_manager import ObjectStoreManager
+    from atoll.integrations.torchft import ObjectStoreManager
 
 _HOME = {
-    "DiLoCo": "diloco",
-    "ObjectStoreManager": "torchft_manager",
-    "OuterPreset": "presets",
-    "OuterRule": "outer",
-    "RoundReport": "reports",
+    "DiLoCo": "diloco.diloco",
+    "ObjectStoreManager": "integrations.torchft",
+    "OuterPreset": "diloco.presets",
+    "OuterRule": "diloco.outer",
+    "RoundReport": "diloco.reports",
 }
 
 __all__ = [
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'atoll.diloco' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"atoll.diloco.{_HOME[name]}"), name)
+        value = getattr(importlib.import_module(f"atoll.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
         from atoll.core.errors import class_without_package
 

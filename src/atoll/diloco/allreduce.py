@@ -23,19 +23,18 @@ from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco import packing
 from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.packing import Vector
+from atoll.diloco.replica_config import find_min_replicas, read_run_id, read_start
 from atoll.diloco.round.cells import Cut, RunLayout, Share, bytes_of, checksum
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import DROPPED, Offer, RoundConfig, RoundResult
 from atoll.diloco.round.objects import DONE, FAILED, LEFT, MAX_RANK, MAX_ROUND, ended_key
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
-from atoll.diloco.start import find_min_replicas, read_start
 from atoll.objectstore import ObjectStore, Traffic
 
 THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
 OUTER = "mean"  # the outer rule of a plain all-reduce: the result is the mean
 MAX_WEIGHT = 1e18  # sums of so large weights, over all replicas there can be, are finite
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class MeanTarget:
@@ -134,17 +133,17 @@ class ObjectStoreAllReduce:
     """Averages lists of tensors over the replicas of a run.
 
     `allreduce` must be called by every replica, with tensors of the same shapes and types. When
-    a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are
-    there. The default for that is half of a launch, $ATOLL_WORLD_MIN in a training, else half of
+    a replica is missing, the others wait for the grace and continue if there are `min_replicas`.
+    The default for that is half of a launch, $ATOLL_WORLD_MIN in a training, else half of
     the world, rounded up. The first round waits, until its timeout, for $ATOLL_STARTED_TOGETHER
     replicas, unless `grace_s` or `min_replicas` is given; it needs more than half of a launch.
 
     A run is a URI together with `run_id` (default $ATOLL_RUN_ID, $ATOLL_UID, else "run"). A process
-    that comes to a run where rounds have been decided goes on with the next one, so a restarted
-    replica needs nothing but the same arguments. Independent runs need their own URI or id.
+    that joins a run with committed rounds continues with the next one, so a restarted replica
+    needs nothing but the same arguments. Independent runs need their own URI or id.
 
-    What a replica brings counts once: values that came too late for a round, and what a lossy codec
-    left out, go with its next call.
+    What a replica uploads counts once: values that are too late for a round, and what a lossy codec
+    dropped, are part of its next call.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class ObjectStoreAllReduce:
         self.timeout_s, self.poll_interval_s, self.grace_s = timeout_s, poll_interval_s, grace_s
         self.codec = get_codec(codec)
         self.mean_codec = self.codec if down_codec is None else get_codec(down_codec, "down_codec")
-        self.run_id = _read_run_id(run_id)
+        self.run_id = read_run_id(run_id)
         self.keep_rounds = _read_int("keep_rounds", keep_rounds, 1, MAX_ROUND)
         self._first_round = None if round_id is None else _read_int("round_id", round_id, 0, 10**8)
         self.start = read_start(self.world_size, min_replicas, grace_s)
@@ -218,7 +217,8 @@ class ObjectStoreAllReduce:
         """
         tensors, out, is_one = _as_lists(tensors, out)
         arrays = packing.as_arrays(tensors)
-        layout, weight = self._describe(arrays), _read_weight(weight)
+        specs, weight = packing.describe_tensors(arrays), _read_weight(weight)
+        layout = RunLayout((specs,), self.world_size, self.codec.name, self.mean_codec.name, OUTER)
         if out is not None:
             packing.check_out(out, arrays)
             packing.refuse_shared(out)
@@ -228,10 +228,6 @@ class ObjectStoreAllReduce:
             mean = self._reduce(name, layout, arrays, weight, out)
         means = packing.unflatten(mean, arrays) if out is None else packing.fill(mean, out)
         return means[0] if is_one else means
-
-    def _describe(self, arrays: Sequence[Any]) -> RunLayout:
-        specs = packing.describe_tensors(arrays)
-        return RunLayout((specs,), self.world_size, self.codec.name, self.mean_codec.name, OUTER)
 
     def _reduce(
         self, name: str, layout: RunLayout, arrays: Sequence[Any], weight: float, out: Any
@@ -243,15 +239,20 @@ class ObjectStoreAllReduce:
                 "tensors", f"{len(arrays)} tensors", stream.layout.difference(layout)
             )
         packing.check_range(arrays)
-        self._check_finite(arrays)
+        if self.codec.needs_finite or self.mean_codec.needs_finite:
+            self._check_finite(arrays)
         if stream is None:
             stream = self._streams[name] = _Stream(self, name, layout)
         target = stream.target
-        room = self._find_room(stream, arrays, out)
+        room = None if out is None else packing.as_vector(out)
+        if room is None or not packing.are_apart(room, arrays):
+            room = np.empty(stream.fragment.share.size, np.float32)
         try:
             is_again = self._prepare(stream, name, arrays)
             target.out = room
-            result = self._run(stream, arrays, weight, is_again)
+            result = stream.driver.run(None) if is_again else self._offer(stream, arrays, weight)
+            while result.fate == DROPPED:  # the run went on without this replica: once more
+                result = self._offer(stream, arrays, weight)
         except BaseException:
             # What the call brought is uploaded, or will be: made again, it goes on with that.
             stream.pending = _checksum(arrays, room.size)
@@ -260,13 +261,6 @@ class ObjectStoreAllReduce:
             target.out = np.empty(0, np.float32)
         self._report(stream, result, self.store.traffic.since(before), time.monotonic() - began)
         return room
-
-    def _find_room(self, stream: _Stream, arrays: Sequence[Any], out: Any) -> Vector:
-        """Memory for the mean: that of `out`, if it is one row that no tensor lies in."""
-        vector = None if out is None else packing.as_vector(out)
-        if vector is not None and packing.are_apart(vector, arrays):
-            return vector
-        return np.empty(stream.fragment.share.size, np.float32)
 
     def _prepare(self, stream: _Stream, name: str, arrays: Sequence[Any]) -> bool:
         """Join, or settle what an earlier call left open; say whether this call was made before."""
@@ -279,21 +273,11 @@ class ObjectStoreAllReduce:
                 stream.offset = self._first_round - driver.round
             if name in self._residuals:
                 stream.fragment.add(0, self._residuals.pop(name))
-        if driver.machine.is_pending and pending == _checksum(arrays, stream.fragment.share.size):
+        if driver.state.is_pending and pending == _checksum(arrays, stream.fragment.share.size):
             return True
-        driver.prepare()
+        if driver.state.is_pending or not driver.state.is_current:
+            driver.prepare()
         return False
-
-    def _run(
-        self, stream: _Stream, arrays: Sequence[Any], weight: float, is_again: bool
-    ) -> RoundResult:
-        if is_again:
-            result = stream.driver.run(None)
-        else:
-            result = self._offer(stream, arrays, weight)
-        while result.fate == DROPPED:  # the run went on without this replica: once more
-            result = self._offer(stream, arrays, weight)
-        return result
 
     def _offer(self, stream: _Stream, arrays: Sequence[Any], weight: float) -> RoundResult:
         fragment, start = stream.fragment, 0
@@ -310,8 +294,6 @@ class ObjectStoreAllReduce:
 
     def _check_finite(self, arrays: Sequence[Any]) -> None:
         """Raise ValidationError for what a codec has no code for, before anything is stored."""
-        if not (self.codec.needs_finite or self.mean_codec.needs_finite):
-            return
         for index, array in enumerate(arrays):
             values = np.empty(math.prod(array.shape), np.float32)
             packing.flatten([array], values)
@@ -338,7 +320,7 @@ class ObjectStoreAllReduce:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes, to go on exactly after a planned restart."""
+        """The residual of this rank, to continue exactly after a planned restart."""
         return {name: stream.fragment.row.copy() for name, stream in self._streams.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,13 +374,6 @@ def _read_int(field: str, value: Any, low: int, high: int) -> int:
         number = value
     check_int(field, number, low, high)
     return int(number)
-
-
-def _read_run_id(run_id: str | None) -> str:
-    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
-    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
-        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
-    return name
 
 
 def _read_weight(value: Any) -> float:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.core.errors import ValidationError
 from atoll.core.ranks import MAX_WARNINGS
 from atoll.diloco import probe
 from atoll.diloco.group import Processes, gather
-from atoll.diloco.inner import forget_bad
+from atoll.diloco.inner import few, forget_bad
 from atoll.diloco.model import ModelFragment
+from atoll.diloco.probe import buffer_names, frozen_names
 from atoll.diloco.reports import read_bad
 from atoll.diloco.round.decide import HEAVIEST
 from atoll.diloco.round.objects import Manifest
@@ -133,21 +133,46 @@ class Checks:
                 name = spans[index].name if index < len(spans) else "a parameter"
                 self.warn(
                     f"round {number} leaves out rank {member.rank}: its {name} is not finite. It "
-                    "goes on from the global parameters",
+                    "continues from the global parameters",
                     is_in_manifest=True,
                 )
-        probes = {
-            member.rank: sums
-            for member in manifest.members
-            if (sums := probe.read_probe(member.sums))
-        }
-        names = (probe.buffer_names, probe.frozen_names)
-        for kind, messages in probe.compare(
-            probes, rank, *(partial(n, self._model) for n in names)
-        ):
+        probed = {member.rank: member.sums for member in manifest.members if "moved" in member.sums}
+        for kind, message in self._compare(rank, probed):
             if kind not in self._kinds:
                 self._kinds.add(kind)
-                self.warn(f"round {number}: {messages}")
+                self.warn(f"round {number}: {message}")
+
+    def _compare(
+        self, rank: int, probed: Mapping[int, Mapping[str, str]]
+    ) -> Iterator[tuple[str, str]]:
+        """What is wrong in a world with these digests, as kind and sentence."""
+        own = "Give each replica data of its own (diloco.data(...), or by diloco.config.rank)"
+        moved = _alike(probed, "moved")
+        for ranks in moved:
+            yield (
+                "identical pseudo-gradients",
+                f"ranks {_and(ranks)} have identical pseudo-gradients: they train on the same data "
+                f"with the same random numbers, so that together they learn what one would. {own}",
+            )
+        for ranks in _alike(probed, "batches"):
+            if not any(set(ranks) <= set(each) for each in moved):
+                yield "identical data", f"ranks {_and(ranks)} were given the same batches. {own}"
+        if rank not in probed:
+            return
+        if _is_unlike(probed, "buffers"):
+            yield (
+                "buffers differ",
+                f"buffers of the model differ between replicas ({few(buffer_names(self._model))}): "
+                "they are not synchronised, each replica keeps its own",
+            )
+        if _is_unlike(probed, "frozen"):
+            yield (
+                "frozen parameters differ",
+                "parameters that are not trained differ between replicas "
+                f"({few(frozen_names(self._model))}): they are not synchronised, so that each "
+                "replica trains another model. Begin with the same ones: one seed, or one "
+                "checkpoint",
+            )
 
     def _weigh(self, number: int, rank: int, weight: float, claimed: str) -> None:
         """Say once of each rank that it counts for less than what it said that it weighs."""
@@ -163,4 +188,21 @@ class Checks:
         """The inner optimisers can train finite parameters again."""
         count = forget_bad(self._optimizers)
         if count:
-            self.warn(f"the inner optimiser begins again for {count} parameters: not finite")
+            self.warn(f"the inner optimiser starts over for {count} parameters: not finite")
+
+
+def _alike(probed: Mapping[int, Mapping[str, str]], name: str) -> list[list[int]]:
+    """The ranks that have the same digest, where there are several of them."""
+    by_digest: dict[str, list[int]] = {}
+    for rank, sums in sorted(probed.items()):
+        by_digest.setdefault(sums.get(name, probe.NOTHING), []).append(rank)
+    by_digest.pop(probe.NOTHING, None)
+    return [ranks for ranks in by_digest.values() if len(ranks) > 1]
+
+
+def _is_unlike(probed: Mapping[int, Mapping[str, str]], name: str) -> bool:
+    return len({sums.get(name, probe.NOTHING) for sums in probed.values()} - {probe.NOTHING}) > 1
+
+
+def _and(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from atoll.agent.process import mark_left
-from atoll.core.checks import check_int, check_number
-from atoll.core.errors import BackendError, ValidationError
+from atoll.core.checks import check_number
+from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco import export
 from atoll.diloco.checks import Checks
 from atoll.diloco.codecs import get_codecs
@@ -44,19 +43,19 @@ from atoll.diloco.model import ReplicaModel, split
 from atoll.diloco.outer import Floats, OuterRule
 from atoll.diloco.own_state import Extras, OwnState
 from atoll.diloco.parameters import check_module
-from atoll.diloco.presets import OuterPreset, describe, read_settings, refuse_unlike
+from atoll.diloco.presets import OuterPreset, describe, read_settings
+from atoll.diloco.publish import RoundWeights, RunChannel, V
 from atoll.diloco.replica_config import (
-    ReplicaConfig,
     find_replica_config,
     read_run_id,
-    refuse_spanning,
+    read_start,
+    refuse_unlike,
 )
 from atoll.diloco.reports import RoundReport, RoundReports, announce, make_report, send_round
-from atoll.diloco.round import objects
 from atoll.diloco.round.effects import DROPPED, LATE, LEFT, MEMBER, Offer, RoundResult, RunState
 from atoll.diloco.run_lock import lock_run
-from atoll.diloco.setup import RunSetup
-from atoll.diloco.start import read_start
+from atoll.diloco.setup import RunSetup, check_limits
+from atoll.diloco.times import PeriodClock
 from atoll.objectstore import ObjectStore, Traffic
 
 if TYPE_CHECKING:
@@ -68,8 +67,6 @@ THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
 # The weight of a replica that has trained and counted nothing: next to nothing beside any that has.
 UNCOUNTED = 1e-12
 
-_MANY = 10**9
-
 
 class DiLoCo:
     """The outer loop around a model and its inner optimiser; `optimizer.step()` drives it.
@@ -80,11 +77,11 @@ class DiLoCo:
                 inner_optimizer.step()  # every 100th ends a round, at first more
                 inner_optimizer.zero_grad()
 
-    Every `sync_every` steps, or seconds (`"60s"`), the replicas average how far they moved, and
-    take one step of Nesterov momentum with it. With `fragments`, a part of the model is synced each
-    `sync_every / fragments` steps instead; with `overlap_steps`, a part is uploaded that many steps
-    before its result is due, and training goes on meanwhile. `mix` is how much of a replica's own
-    values stays when the result comes: 0 takes the global ones.
+    Every `sync_every` steps, or seconds (`"60s"`), the replicas average their pseudo-gradients and
+    take one step of Nesterov momentum. With `fragments`, one fragment of the model synchronises
+    every `sync_every / fragments` steps instead; with `overlap_steps`, it is uploaded that many
+    steps before its result is needed, and training continues meanwhile. `mix` is how much of its
+    own values a replica keeps when the result arrives: 0 takes the global ones.
 
     All replicas hold the same bits in `global_parameters()` after the same round. A replica that
     starts later, or again, loads the newest checkpoint from the store and the rounds after it.
@@ -133,7 +130,8 @@ class DiLoCo:
         its own `step()` does nothing.
         """
         check_module(model)
-        check_int("checkpoint_every", checkpoint_every, 1, _MANY)
+        check_limits(timeout, grace_s, checkpoint_every)
+        self._reports = RoundReports(on_round)
         settings = read_settings(
             preset,
             sum(value.requires_grad for value in model.parameters()),
@@ -154,18 +152,17 @@ class DiLoCo:
         self._group = group = find_group(process_group, device_mesh, group_s, rank)
         is_many = group.processes > 1
 
-        def configure() -> ReplicaConfig:
+        def configure() -> dict[str, Any]:
             self.config = find_replica_config(
                 uri, rank, world_size, min_replicas, is_one_of_many=is_many
             )
             self._run = read_run_id(run_id)
-            return self.config._replace(uri=str(self.config.uri))
+            known = {**self.config._asdict(), "uri": str(self.config.uri), "run_id": self._run}
+            return known | settings.by_process
 
-        configs = gather(group, configure)
-        if is_many:
-            refuse_spanning(configs)
-            refuse_unlike(group, settings, self._run)
+        refuse_unlike(gather(group, configure))
         self._optimizers = unwrap_optimizers(inner_optimizer)
+        self._schedule = None if scheduler is None else RunSchedule(scheduler, self._optimizers)
         self._model = ReplicaModel(model, group)
         odd = check_optimizers(self._optimizers, self._model.parameters)
         self.fragments = split(self._model.shapes, settings.fragments)
@@ -188,7 +185,7 @@ class DiLoCo:
         self._has_left = self._is_closed = False
         self._lease: DataLease | None = None
         self._sampler: DataSampler | None = None
-        self._reports = RoundReports(on_round)
+        self._clock = PeriodClock()
         self._leave = LeaveRequest(lambda: self._rounds.request_leave())
         # A thread is made when it is needed: none without a store.
         self._pool = ThreadPoolExecutor(THREADS, f"diloco-{self.config.rank}")
@@ -216,18 +213,15 @@ class DiLoCo:
         is_group_chosen = process_group is not None or device_mesh is not None
         self._checks = Checks(model, self._optimizers, group, is_group_chosen=is_group_chosen)
         if self._own is not None and self.round:
-            odd += self._own.restore_newest(self.round, keeps_groups=scheduler is not None)
+            odd += self._own.restore(self.round, keeps_groups=scheduler is not None)
         for messages in odd:
             self._checks.warn(messages)
-        self._schedule = None if scheduler is None else RunSchedule(scheduler, self._optimizers)
         self._follow_schedule()
         self._watch = OptimizerWatch(self._optimizers, self._model.parameters, self._after_step)
         if self._store is not None:
             self._leave.listen()
         if self.round and not self._group.process:
             announce(self._run, self.step, self.round, self.config.rank)
-
-    # -- Making and joining ---------------------------------------------------------------------
 
     def _take_global(self) -> None:
         """The model is the global one, and nothing is owed to later rounds."""
@@ -243,9 +237,7 @@ class DiLoCo:
             if fresh := ranges.size(self._lease.fresh):
                 log.warning("the work on %d positions was discarded", fresh)
             self._lease.discard(self.steps)
-            self._plan_data()
-
-    # -- The end --------------------------------------------------------------------------------
+        self._plan_data()
 
     def __enter__(self) -> DiLoCo:
         return self
@@ -282,7 +274,7 @@ class DiLoCo:
         self._receive()
         if any(self._group.gather(self._leave.is_requested)) and not self._has_left:
             self._leave.make()
-            self._hand_in()
+            self._drain()
         if self._has_left:
             return
         steps, self._step = self._step, 0
@@ -306,16 +298,10 @@ class DiLoCo:
         Nothing here waits for the other processes of the replica: they may be anywhere. They fail
         in their next collective.
         """
-        is_told = not self._has_left and not isinstance(error, BackendError)
-        if self._store is not None and is_told and not self._group.process:
-            key = objects.ended_key(self._start.launch, self.config.rank, objects.FAILED)
-            body = f"{self._state.round} {self._state.chain}".encode()
-            with suppress(BackendError):
-                self._store.put(f"{self._run}/{key}", body)
+        if not (self._has_left or isinstance(error, BackendError) or self._group.process):
+            self._setup.mark_failed(self._start.launch, self._state)
         self._rounds.abandon()
         self._group.close()
-
-    # -- Rounds ---------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
         if self._has_left:
@@ -347,6 +333,7 @@ class DiLoCo:
     def _begin_round(self) -> None:
         """Take the pseudo-gradient out of the model, and bring it to the next round."""
         self._receive()
+        times = self._clock.take()
         began = time.monotonic()
         self._check_changes()
         if self._sampler is not None:
@@ -359,21 +346,16 @@ class DiLoCo:
         self._be_honest()
         if self._group.processes > 1 and any(self._group.gather(self._leave.is_requested)):
             self._leave.make()  # the processes of a replica go together
-            self._hand_in()
+            self._drain()
             return
         at = self._rounds.round % len(self.fragments)
         offer, mark = self._make_offer(at)
         is_hidden = self._plan.overlap_of(self._state.round) > 0
         mix = 0.0 if self._plan.is_ramp(self._state.round) else self._mix
-        flight = Flight(at, offer, mark, Future(), self._traffic, is_hidden, mix)
+        flight = Flight(at, offer, mark, Future(), self._traffic, is_hidden, mix, times)
         run = timed(lambda: self._rounds.run(offer))
-        flight.blocked_s = time.monotonic() - began
-        if flight.is_background:
-            flight.job = in_background(run)
-        else:
-            started = time.monotonic()
-            flight.job = at_once(run)
-            flight.blocked_s += time.monotonic() - started
+        flight.job = in_background(run) if flight.is_background else at_once(run)
+        flight.blocked_s = self._clock.block_since(began)
         self._flight = flight
 
     def _make_offer(self, at: int) -> tuple[Offer, Mark]:
@@ -447,8 +429,9 @@ class DiLoCo:
         self._checks.learn(self.config.rank, self.fragments[flight.fragment], manifest)
         used = self._traffic.since(flight.before)
         hidden_s = max(0.0, min(ended, began) - started) if flight.is_background else 0.0
-        blocked_s = flight.blocked_s + time.monotonic() - began
-        report = make_report(manifest, flight.offer, used, hidden_s, blocked_s, self._setup.outer)
+        blocked_s = flight.blocked_s + self._clock.block_since(began)
+        outer = self._setup.outer
+        report = make_report(manifest, flight.offer, used, hidden_s, blocked_s, outer, flight.times)
         self._reports.add(report)
         untold = [] if self._group.process else self._checks.take_untold()
         send_round(report, manifest, self._run, self.config.rank, self._group.process, untold)
@@ -546,11 +529,12 @@ class DiLoCo:
             self._checks.warn(messages)
 
     def end_period(self, *, is_last: bool = False) -> None:
-        """A round at once, with what was trained since the last one.
+        """Run a round now, with what was trained since the last one.
 
-        `is_last`: the replica hands in what it has of every fragment, gives back the data that it
+        `is_last`: the replica uploads what it has of every fragment, gives back the data that it
         holds, and leaves.
         """
+        self._check_open()
         if self._has_left:
             self._leave.exit_soon()
             return
@@ -558,17 +542,21 @@ class DiLoCo:
         self._step = 0
         if is_last:
             self._leave.make()
-            self._hand_in()
+            self._drain()
             return
         if not self._leave_if_requested():
             self._begin_round()
             self._receive()
             self._leave_if_requested()
 
-    def sync(self) -> None:
-        """A round of every fragment, with what was trained since the last one.
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DistributedError("this DiLoCo is closed: its optimiser's steps are in no round")
 
-        All replicas call it, as at the end of a training that does not end with a whole round.
+    def sync(self) -> None:
+        """Run a round of every fragment, with what was trained since the last one.
+
+        All replicas must call it, for example if a training does not end with a whole round.
         """
         for _ in self.fragments:
             if not self._has_left:
@@ -587,15 +575,15 @@ class DiLoCo:
 
     @property
     def leaving(self) -> bool:
-        """Whether this replica was told to go, or has left.
+        """Whether this replica was asked to leave, or has left.
 
         Its program may end now, or be ended by one of its next steps, with exit code 143.
         """
         return self._leave.is_requested or self._has_left
 
     def leave(self) -> None:
-        """Hand in what was trained since the last round, with the next step or at the end, and
-        leave the others to go on. It only sets a flag, so signal handlers may call it.
+        """Upload what was trained since the last round, with the next step or at the end, and leave
+        the run. This only sets a flag, so signal handlers may call it.
 
         SIGTERM does the same. A replica of several processes leaves with its next round.
         """
@@ -603,10 +591,10 @@ class DiLoCo:
 
     def _leave_if_requested(self) -> bool:
         if self._leave.is_requested and not self._has_left and self._group.processes == 1:
-            self._hand_in()
+            self._drain()
         return self._has_left
 
-    def _hand_in(self) -> None:
+    def _drain(self) -> None:
         """Upload what was trained since the last round, of every fragment, and go."""
         try:
             self._receive()
@@ -615,12 +603,12 @@ class DiLoCo:
             if self._sampler is not None:
                 self._sampler.gather()
             self._be_honest()
-            self._hand_in_all()
+            self._drain_all()
         except BackendError as error:
             log.warning("what was trained since the last round is lost: %s", error)
         self._depart()
 
-    def _hand_in_all(self) -> None:
+    def _drain_all(self) -> None:
         """Upload the rows of all fragments; that of an open round is uploaded, or may be."""
         open_at = None if self._unsettled is None else self._unsettled.fragment
         offers: list[Offer] = []
@@ -632,7 +620,7 @@ class DiLoCo:
             offers.append(offer)
         end = None if self._sampler is None else self._sampler.end
         whole = merge_offers(offers, self._unsettled, end)
-        self._rounds.hand_in(whole, tuple(offer.weight for offer in offers))
+        self._rounds.drain(whole, tuple(offer.weight for offer in offers))
 
     def _depart(self) -> None:
         if self._has_left:
@@ -655,7 +643,7 @@ class DiLoCo:
     def step(self) -> int:
         """The step of the run: what its rounds committed, and the steps of this process since.
 
-        It is the same in all replicas at the same place of the same round, also after a restart.
+        It is the same in all replicas at the same step of the same round, also after a restart.
         """
         return self._state.steps + self.steps - self._reported.steps
 
@@ -683,19 +671,22 @@ class DiLoCo:
         tokens: float | None = None,
         epochs: int | None = None,
     ) -> Iterator[Any]:
-        """Steps of the run, or `batches`, until it has done so much; the first that is reached.
+        """Steps of the run, or `batches`, until the run reaches the first of these goals.
 
             for batch in diloco.until(loader, steps=10_000): ...
 
-        All replicas end after the same round, whichever of them were killed and came again. The
-        last period ends with the last step, so nothing is left that was not synchronised.
+        All replicas end after the same round, also those that were killed and restarted. The last
+        period ends with the last step, so everything is synchronised.
         """
+        self._check_open()
+        if batches is not None and not hasattr(batches, "__iter__"):
+            raise ValidationError("batches", batches, "expected batches to iterate over")
         goal = RunGoal(rounds, steps, tokens, epochs)
         goal.check(None if self._lease is None else self._lease.ledger.terms)
         self._goal = goal
         if self.round and not self._group.process and goal.is_reached(self):
             announce(self._run, self.step, self.round, self.config.rank, is_end=True)
-        return go_on(self, goal, batches)
+        return go_on(self, goal, batches, self._clock.read)
 
     def _follow_schedule(self) -> None:
         if self._schedule is not None:
@@ -715,16 +706,17 @@ class DiLoCo:
         fingerprint: str = "",
         part: tuple[int, int] | None = None,
     ) -> DataSampler:
-        """Data of which every part is trained on once, by one replica, whoever comes and goes.
+        """Data of which each sample is used once, by one replica, whichever replicas die or join.
 
-        `dataset`: one with a length, or its length. `stream`: `stream(position)` iterates over the
-        data from there on. `batch` is how much a process trains on at a time. All replicas give
-        the same arguments, but for `batch`; `fingerprint` is any word for what the data is.
+        `dataset`: a dataset with a length, or its length. `stream`: `stream(position)` iterates
+        over the data from there. `batch`: the samples of one batch of a process. All replicas must
+        pass the same arguments except `batch`; `fingerprint` is a text that identifies the data.
 
-        In a replica of several processes each has batches of its own, unless `part`, as (0, 1) for
-        the first and only one, says which part of them it trains on: those of a tensor parallel
-        group train on the same.
+        In a replica of several processes, each process has its own batches. Processes of a tensor
+        parallel group need the same ones: pass `part=(index, count)`, the group and the number of
+        groups.
         """
+        self._check_open()
         if self._sampler is not None:
             raise ValidationError("data", "a second one", "a run has one set of data")
         terms = read_terms(
@@ -747,7 +739,13 @@ class DiLoCo:
         count = len(self.fragments)
         self._lease = DataLease(self._state.ledger, self.config.rank, count, self.steps)
         self._sampler = DataSampler(
-            self, self._lease, self._group, batch=batch, stream=stream, part=part
+            self,
+            self._lease,
+            self._group,
+            batch=batch,
+            stream=stream,
+            part=part,
+            read=self._clock.read,
         )
         return self._sampler
 
@@ -780,7 +778,7 @@ class DiLoCo:
         """Throw away all that was trained and not committed, if others have its data now."""
         if self._lease is None or self._lease.is_honest:
             return
-        log.warning("others have the data that this replica trained on: it goes on without it")
+        log.warning("others have the data that this replica trained on: it continues without it")
         self._rounds.values.drop()
         self._take_global()
 
@@ -793,15 +791,15 @@ class DiLoCo:
     def checkpoint(
         self, *, inner: bool = False, extras: Extras | Callable[[], Extras] | None = None
     ) -> None:
-        """The run can go on from here: its global parameters are in the store as of the last round.
+        """Store a checkpoint: the run can continue from the global parameters of its last round.
 
-        With `inner`, also what is this replica's own: the state of its inner optimisers, the random
-        numbers of Python, numpy and torch, and `extras` of the script, by name. They are kept
-        now, after each round with a checkpoint (`checkpoint_every`) and at the end; the newest two
-        copies of each rank stay. A DiLoCo with the same rank restores them when it is made, and its
-        script finds its extras in `extras`. A function gives extras as they are each time.
+        With `inner`, also the state of this replica: its inner optimisers, the random state of
+        Python, numpy and torch, and `extras` of the script, by name. They are stored now, after
+        each round with a checkpoint (`checkpoint_every`) and at the end; the newest two copies of
+        each rank are kept. A DiLoCo with the same rank restores them when it is made, and the
+        script finds its extras in `extras`. A function is called for the extras each time.
 
-        All processes of a replica call it together. Without a store nothing is kept, and said so.
+        All processes of a replica call it together. Without a store it only warns.
         """
         if extras is not None and not inner:
             raise ValidationError("extras", "given", "expected inner=True with them")
@@ -838,12 +836,7 @@ class DiLoCo:
         All processes of a replica call it together.
         """
         self._receive()
-        rows: dict[str, Floats] = {}
-        for fragment in self.fragments:
-            vector = self._model.gather(fragment, 0, fragment.size)
-            for span in fragment.spans:
-                rows[span.name] = vector[span.start : span.stop].reshape(span.shape).copy()
-        return rows
+        return self._model.gather_all(self.fragments)
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
         """The model with the parameters all agree on, by plain names, whole, in host memory.
@@ -866,14 +859,24 @@ class DiLoCo:
         parameter to process 0, which holds one file at a time.
         """
         self._receive()
-        summary = {"atoll.round": str(self.round), "atoll.step": str(self.step)}
-        if self._store is not None:
-            summary["atoll.main"] = self._run
+        summary = export.summary_of(self._run if self._store else "", self.round, self.step)
         complete = export.FullModel(self._model, self.fragments)
-        is_writer = not self._group.process
-        return export.save(complete, target, file_bytes, summary, is_writer=is_writer)
+        return export.save(complete, target, file_bytes, summary, self._group.process)
 
-    # -- What was seen --------------------------------------------------------------------------
+    def publish(self, weights: RoundWeights[Any, V], *, timeout: float = 120.0) -> V | None:
+        """Publish the global parameters as a version of `weights`, a `weights.ReplicaPublisher`.
+
+        All replicas call it after the same rounds, and each uploads its share. It returns when the
+        version is committed, in all of them the same; None if a later round has one, or this
+        replica has left. `timeout`: so long it waits for one that does not come. After `Temporary`,
+        train on: the next version has everything. All processes of a replica call it together.
+        """
+        self._receive()
+        if self._has_left:
+            return None
+        complete = export.FullModel(self._model, self.fragments)
+        channel = RunChannel(self._group, self._store, self._run, self._rounds)
+        return channel.publish(weights, complete, timeout)
 
     @property
     def warnings(self) -> list[str]:

@@ -56,6 +56,17 @@ class FullModel:
             if hasattr(value, "element_size")
         ]
 
+    @property
+    def parameters(self) -> list[ModelEntry]:
+        """Parameters alone, tied ones once, by the first of their names."""
+        import torch
+
+        first: dict[int, ModelEntry] = {}
+        for entry in self.entries:
+            if isinstance(entry.tensor, torch.nn.Parameter):
+                first.setdefault(id(entry.tensor), entry)
+        return list(first.values())
+
     def tensor(self, entry: ModelEntry) -> torch.Tensor:
         """The whole tensor, in host memory, in the type that the model has it in."""
         import torch
@@ -75,15 +86,15 @@ def save(
     target: str | os.PathLike[str],
     file_bytes: int,
     messages: dict[str, str],
-    *,
-    is_writer: bool,
+    process: int,
 ) -> list[str]:
     """The model is at `target`; returns the names of its files.
 
     A target that ends with `.safetensors` is one file; any other is a folder, with as many files
-    as are needed and, for more than one, an index as transformers has it. The writer has one file
-    in memory at a time.
+    as are needed and, for more than one, an index as transformers has it. Process 0 writes, and has
+    one file in memory at a time.
     """
+    is_writer = not process
     check_int("file_bytes", file_bytes, 1, 1 << 62)
     folder, name = split_target(target)
     groups = [complete.entries] if name else _groups(complete.entries, file_bytes)
@@ -109,6 +120,12 @@ def save(
         if store is not None:
             store.put(names[-1], json.dumps(index, indent=2).encode())
     return names
+
+
+def summary_of(run: str, round: int, step: int) -> dict[str, str]:
+    """What a file says of the run that it comes from, which may have no name."""
+    summary = {"atoll.round": str(round), "atoll.step": str(step)}
+    return summary | ({"atoll.main": run} if run else {})
 
 
 def split_target(target: str | os.PathLike[str]) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 from atoll.core.errors import DistributedError
 from atoll.diloco.data import ranges
 from atoll.diloco.round.effects import EndMark, Offer, RoundResult, RunState
+from atoll.diloco.times import PeriodTimes
 from atoll.objectstore import Traffic
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class Flight:
     before: Traffic
     is_background: bool  # the model trains on meanwhile
     mix: float  # of the replica's own values, stays
+    times: PeriodTimes = PeriodTimes()
     blocked_s: float = 0.0
 
 
@@ -59,8 +61,8 @@ def timed(run: Callable[[], RoundResult]) -> Callable[[], tuple[RoundResult, flo
     return work
 
 
-def at_once(work: Callable[[], T]) -> Future[T]:
-    job: Future[T] = Future()
+def at_once(work: Callable[[], T], job: Future[T] | None = None) -> Future[T]:
+    job = Future() if job is None else job
     try:
         job.set_result(work())
     except BaseException as error:
@@ -71,14 +73,7 @@ def at_once(work: Callable[[], T]) -> Future[T]:
 def in_background(work: Callable[[], T]) -> Future[T]:
     """Run in a daemon thread, so that a replica that has to stop does not wait for the others."""
     job: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            job.set_result(work())
-        except BaseException as error:
-            job.set_exception(error)
-
-    Thread(target=run, name="atoll-diloco-round", daemon=True).start()
+    Thread(target=at_once, args=(work, job), name="atoll-diloco-round", daemon=True).start()
     return job
 
 

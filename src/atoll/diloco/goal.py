@@ -6,33 +6,17 @@ when the run is over has nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.diloco.data.ledger import Terms
 
+if TYPE_CHECKING:
+    from atoll.diloco.diloco import DiLoCo
+
 _MANY = 10**12
-
-
-class RunClock(Protocol):
-    """The run as all replicas agree on it."""
-
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def agreed_steps(self) -> int: ...
-
-    @property
-    def tokens(self) -> float: ...
-
-    @property
-    def epoch(self) -> int | None: ...
 
 
 class RunGoal(NamedTuple):
@@ -57,11 +41,17 @@ class RunGoal(NamedTuple):
                 check_int(name, value, 0, _MANY)
         if self.tokens is not None:
             check_number("tokens", self.tokens, 0, 1e30)
-        if self.epochs is not None:
-            check_epochs(self.epochs, terms)
+        if self.epochs is None:
+            return
+        if terms is None or terms.length is None:
+            expected = "expected rounds=, steps= or tokens=: epochs need diloco.data(n)"
+            raise ValidationError("epochs", self.epochs, expected)
+        if self.epochs > terms.epochs:
+            expected = f"the data has {terms.epochs}: diloco.data(epochs=…)"
+            raise ValidationError("epochs", self.epochs, expected)
 
-    def is_reached(self, clock: RunClock) -> bool:
-        if self.tokens is not None and clock.round and not clock.tokens:
+    def is_reached(self, run: DiLoCo) -> bool:
+        if self.tokens is not None and run.round and not run.tokens:
             raise ValidationError(
                 "tokens",
                 self.tokens,
@@ -69,38 +59,34 @@ class RunGoal(NamedTuple):
                 "each batch",
             )
         return (
-            (self.rounds is not None and clock.round >= self.rounds)
-            or (self.steps is not None and clock.agreed_steps >= self.steps)
-            or (self.tokens is not None and clock.tokens >= self.tokens)
-            or (self.epochs is not None and (clock.epoch or 0) >= self.epochs)
+            (self.rounds is not None and run.round >= self.rounds)
+            or (self.steps is not None and run.agreed_steps >= self.steps)
+            or (self.tokens is not None and run.tokens >= self.tokens)
+            or (self.epochs is not None and (run.epoch or 0) >= self.epochs)
         )
 
 
-def go_on(clock: RunClock, goal: RunGoal, batches: Iterable[Any] | None) -> Iterator[Any]:
+def go_on(
+    run: DiLoCo,
+    goal: RunGoal,
+    batches: Iterable[Any] | None,
+    read: Callable[[Iterable[Any]], Iterator[Any]] = iter,
+) -> Iterator[Any]:
     """The run's step, or the next batch, until the goal is reached.
 
-    Batches that end begin again, as epochs do; an iterator that ends is the end.
+    Batches that end begin again, as epochs do; an iterator that ends is the end. `read` iterates
+    over them.
     """
     if batches is None:
-        while not goal.is_reached(clock):
-            yield clock.step
+        while not goal.is_reached(run):
+            yield run.step
         return
-    while not goal.is_reached(clock):
+    while not goal.is_reached(run):
         count = 0
-        for batch in batches:
+        for batch in read(batches):
             count += 1
             yield batch
-            if goal.is_reached(clock):
+            if goal.is_reached(run):
                 return
         if not count or iter(batches) is batches:
             return
-
-
-def check_epochs(epochs: int, terms: Terms | None) -> None:
-    """Raises ValidationError unless the data of the run, if it shares any, has so many."""
-    if terms is None or terms.length is None:
-        expected = "expected rounds=, steps= or tokens=: epochs need diloco.data(n)"
-        raise ValidationError("epochs", epochs, expected)
-    if epochs > terms.epochs:
-        expected = f"the data has {terms.epochs}: diloco.data(epochs=…)"
-        raise ValidationError("epochs", epochs, expected)

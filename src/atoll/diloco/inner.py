@@ -20,7 +20,7 @@ _WRAPPED = ("optimizer", "_optimizer")  # where Accelerate, Lightning and others
 
 
 def unwrap_optimizers(overrides: Any) -> list[torch.optim.Optimizer]:
-    """The optimisers of torch in `given`: one, or several, each without what is around it.
+    """The optimisers of torch in `overrides`: one, or several, each without what is around it.
 
     Raises ValidationError for anything that is not one.
     """
@@ -77,7 +77,7 @@ def check_optimizers(
     messages = []
     idle = [name for each, name in names.items() if each not in trained]
     if idle:
-        messages.append(f"no inner optimiser trains {_few(idle)}: the run keeps their first values")
+        messages.append(f"no inner optimiser trains {few(idle)}: the run keeps their first values")
     if foreign:
         messages.append(
             f"{foreign} parameters of the inner optimiser are not in the model, or not trained: "
@@ -87,7 +87,7 @@ def check_optimizers(
 
 
 def forget_bad(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """For how many parameters an optimiser begins again, as its state of them was not finite."""
+    """For how many parameters an optimiser starts anew, as its state of them was not finite."""
     count = 0
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
@@ -106,7 +106,7 @@ def _is_finite(value: Any) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

@@ -1,6 +1,6 @@
 """A replica that is told to go: by SIGTERM, a notice of its host, or its own program.
 
-It hands in what it has trained since the last round, with its next step, marks itself as one that
+It uploads what it has trained since the last round, with its next step, marks itself as one that
 has left, and ends when its program does, or with the step after.
 """
 
@@ -36,7 +36,7 @@ def read_signals() -> list[signal.Signals]:
 
 
 class LeaveRequest:
-    """Whether this replica was told to go. A handler only sets flags: what was trained is handed in
+    """Whether this replica was told to go. A handler only sets flags: what was trained is uploaded
     between two steps, by the training thread.
 
     Handlers that the program has set are left alone: it calls `DiLoCo.leave()` in them.

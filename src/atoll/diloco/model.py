@@ -6,6 +6,7 @@ one span of each: a row.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ class ModelFragment:
     def __init__(self, spans: Sequence[ParameterSpan]) -> None:
         self.spans = tuple(spans)
         self.size = self.spans[-1].stop
+        self._starts = [span.start for span in self.spans]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,8 +80,6 @@ class ModelFragment:
 
     def index_at(self, location: int) -> int:
         """Which parameter has this place of the vector."""
-        if not hasattr(self, "_starts"):
-            self._starts = [span.start for span in self.spans]
         return max(0, bisect_right(self._starts, location) - 1)
 
 
@@ -111,7 +111,7 @@ def split(shapes: Sequence[tuple[str, tuple[int, ...]]], parts: int) -> list[Mod
 def check_layout(theirs: RunLayout, fragments: Sequence[ModelFragment], run: str) -> None:
     """Raises ValidationError naming the first thing in which the model is not that of the run."""
     if not theirs.names:
-        expected = "an all-reduce uses it, and has no model: choose another one"
+        expected = "an all-reduce without a model uses this run_id: choose another one"
         raise ValidationError("run_id", run, expected)
     if len(theirs.names) != len(fragments):
         expected = f"the run {run!r} has {len(theirs.names)}"
@@ -148,7 +148,6 @@ class ReplicaModel:
         self._pinned = PinnedBuffer.of([self._local(name) for name in self._parameters])
         self._exchanges: dict[int, ValueExchange] = {}
         self._batches: dict[int, list[_Batch]] = {}
-        self._wholes: dict[int, _Batch] = {}
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -253,7 +252,7 @@ class ReplicaModel:
 
         exchange = self._exchange_of(fragment)
         if exchange is not None:
-            yield from exchange.parts(self._batch_of(fragment).flats()[0])
+            yield from exchange.parts(self._batches_of(fragment)[0].flats()[0])
             return
         room = np.empty(0, np.float32)
         for start, stop, flats, _ in self._runs(fragment):
@@ -276,7 +275,7 @@ class ReplicaModel:
         with torch.no_grad():
             exchange = self._exchange_of(fragment)
             if exchange is not None:
-                flats, copies = self._batch_of(fragment).flats()
+                flats, copies = self._batches_of(fragment)[0].flats()
                 exchange.give(values, flats, partial(self._mix, mix))
                 _write_back(copies)
                 return
@@ -338,18 +337,22 @@ class ReplicaModel:
         exchange.gather(fragment.values, start, stop, out)
         return out
 
+    def gather_all(self, fragments: Sequence[ModelFragment]) -> dict[str, Floats]:
+        """Copies of all global values by the names of their parameters, on every process."""
+        rows: dict[str, Floats] = {}
+        for fragment in fragments:
+            vector = self.gather(fragment, 0, fragment.size)
+            for span in fragment.spans:
+                rows[span.name] = vector[span.start : span.stop].reshape(span.shape).copy()
+        return rows
+
     def _local(self, name: str) -> torch.Tensor:
         return local_tensor(self._parameters[name])
 
     def _runs(self, fragment: ModelFragment) -> Iterator[_Run]:
         """All parameters, of which this process has the whole: many small ones are one run."""
         most = STAGED if self._pinned.is_needed else PART
-        if id(fragment) not in self._batches:
-            self._batches[id(fragment)] = [
-                _Batch(spans, [self._parameters[span.name] for span in spans])
-                for spans in _cut(fragment, most)
-            ]
-        for batch in self._batches[id(fragment)]:
+        for batch in self._batches_of(fragment, most):
             start, stop = batch.start, batch.stop
             flats, copies = batch.flats()
             if len(flats) > 1:
@@ -360,13 +363,14 @@ class ReplicaModel:
                 part = flats[0][first - start : last - start]
                 yield _Run(first, last, [part], copies if last == stop else [])
 
-    def _batch_of(self, fragment: ModelFragment) -> _Batch:
-        """All parameters of the fragment."""
-        known = self._wholes.get(id(fragment))
-        if known is None:
-            ours = [self._parameters[span.name] for span in fragment.spans]
-            known = self._wholes[id(fragment)] = _Batch(fragment.spans, ours)
-        return known
+    def _batches_of(self, fragment: ModelFragment, most: float = math.inf) -> list[_Batch]:
+        """Its parameters in runs of about `most` values."""
+        if id(fragment) not in self._batches:
+            self._batches[id(fragment)] = [
+                _Batch(spans, [self._parameters[span.name] for span in spans])
+                for spans in _cut(fragment, most)
+            ]
+        return self._batches[id(fragment)]
 
     def _mix(self, mix: float, parts: list[torch.Tensor], values: torch.Tensor) -> None:
         """The parts hold the values, one after the other, and `mix` of their own."""
@@ -458,7 +462,7 @@ def _write_back(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         local.copy_(copy.view(local.shape))
 
 
-def _cut(fragment: ModelFragment, size: int) -> list[list[ParameterSpan]]:
+def _cut(fragment: ModelFragment, size: float) -> list[list[ParameterSpan]]:
     """The parameters in runs of about `size` values."""
     batches: list[list[ParameterSpan]] = [[]]
     for span in fragment.spans:

@@ -4,14 +4,13 @@ All replicas take the same steps from the same means, so settings are plain data
 the run. Values are fp32 and computed in numpy: every operation rounds as IEEE 754 says and none is
 left to a compiler, so the bits do not depend on the processor, the threads or the build of torch.
 
-To add an outer optimiser, write a class like `Nesterov` with the names of the rows that it needs,
-and put it into `RULES`, or hand an instance of it to `DiLoCo(outer=)`.
+To add an outer optimiser, see docs/architecture.md.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from atoll.core.checks import check_number
 from atoll.core.errors import ValidationError
 from atoll.core.model import json_decoder
+from atoll.diloco.periods import read_pairs
 
 Floats = NDArray[np.float32]
 # A number, or (round, value) pairs: a line from each to the next, and level before and after them.
@@ -32,7 +32,7 @@ SLICE = 1 << 16  # values of a pass: three rows of so many stay in the cache
 
 
 class OuterTurn(NamedTuple):
-    """`number` of the step, from 0, and what the settings are in it."""
+    """`number` of the step, from 0 and without those of a ramp, and the settings in it."""
 
     number: int
     lr: float
@@ -104,7 +104,11 @@ class OuterConfig(NamedTuple):
     @property
     def description(self) -> str:
         settings = f"outer_lr {show(self.lr)}, outer_momentum {show(self.momentum)}"
-        return settings if not self.ramp else f"{settings}, after a ramp of {self.ramp} rounds"
+        return settings if not self.ramp else f"{settings}, after {self.ramp_description}"
+
+    @property
+    def ramp_description(self) -> str:
+        return f"a ramp of {self.ramp} rounds" if self.ramp else "none"
 
     @property
     def text(self) -> str:
@@ -129,25 +133,23 @@ class OuterConfig(NamedTuple):
             rule = RULES[theirs.rule]
             settings = (theirs.lr, theirs.momentum, rule, theirs.preset)
             return OuterConfig(*settings, is_open=True, ramp=theirs.ramp)
+        began = OuterConfig(theirs.lr, theirs.momentum, ramp=theirs.ramp)
         if self.preset and theirs.preset != self.preset:
-            began = repr(theirs.preset) if theirs.preset else "none"
-            label = OuterConfig(theirs.lr, theirs.momentum, ramp=theirs.ramp).description
-            raise ValidationError("preset", self.preset, f"the run began with {began}: {label}")
-        for setting, ours, other in (
-            ("outer_lr", self.lr, theirs.lr),
-            ("outer_momentum", self.momentum, theirs.momentum),
+            preset = f"{theirs.preset!r}" if theirs.preset else "none"
+            expected = f"the run began with {preset}: {began.description}"
+            raise ValidationError("preset", self.preset, expected)
+        for setting, ours, other, label in (
+            ("outer_lr", self.lr, theirs.lr, show(theirs.lr)),
+            ("outer_momentum", self.momentum, theirs.momentum, show(theirs.momentum)),
+            ("outer", self.rule.name, theirs.rule, repr(theirs.rule)),
         ):
             if ours != other:
-                label = show(ours) if isinstance(ours, tuple) else ours  # type: ignore[assignment]
-                raise ValidationError(setting, label, f"the run began with {show(other)}")
-        if self.rule.name != theirs.rule:
-            raise ValidationError("outer", self.rule.name, f"the run began with {theirs.rule!r}")
+                value = show(ours) if isinstance(ours, tuple) else ours
+                raise ValidationError(setting, value, f"the run began with {label}")
         if self.ramp != theirs.ramp:
-            here, began = (
-                f"a ramp of {each} rounds" if each else "none" for each in (self.ramp, theirs.ramp)
-            )
-            expected = f"the run began with {began}: the ramp follows from sync_every and fragments"
-            raise ValidationError("warmup", here, expected)
+            expected = "the ramp follows from sync_every and fragments"
+            expected = f"the run began with {began.ramp_description}: {expected}"
+            raise ValidationError("warmup", self.ramp_description, expected)
         return self._replace(preset=theirs.preset)
 
 
@@ -227,20 +229,12 @@ def read_by_round(field: str, value: Any, high: float) -> ByRound:
     if not isinstance(value, list | tuple):
         check_number(field, value, 0, high)
         return float(value)
-    points: list[tuple[int, float]] = []
-    for pair in value:
-        is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-        if not is_pair or not isinstance(pair[0], int) or pair[0] < 0:
-            raise ValidationError(
-                field, pair, "expected (round, value), as in [(0, 0.5), (20, 0.9)]"
-            )
-        check_number(field, pair[1], 0, high)
-        if points and pair[0] <= points[-1][0]:
-            raise ValidationError(field, pair, f"expected a round after {points[-1][0]}")
-        points.append((pair[0], float(pair[1])))
-    if not points:
+    pairs = read_pairs(field, value, "round", "(round, value), as in [(0, 0.5), (20, 0.9)]")
+    for _, each in pairs:
+        check_number(field, each, 0, high)
+    if not pairs:
         raise ValidationError(field, value, "expected a number, or (round, value) pairs")
-    return tuple(points)
+    return tuple((number, float(each)) for number, each in pairs)
 
 
 def value_at(by_round: ByRound, number: int) -> float:

@@ -109,36 +109,29 @@ class OwnState:
         except BackendError as error:
             log.warning("what is rank %d's own was not kept: %s", self._rank, error)
 
-    def restore(self, *, keeps_groups: bool) -> str | None:
+    def restore(self, round: int, *, keeps_groups: bool) -> list[str]:
         """The optimisers, random numbers and extras are those of the newest copy of this rank.
 
-        `keeps_groups`: learning rates and the like stay as the script has them. Returns why there
-        is nothing to restore, where others, or other processes, have copies.
+        `keeps_groups`: learning rates and the like stay as the script has them. Returns what to
+        warn of: there is nothing to restore, though others, or other processes, have copies.
         """
         copies, others = from_leader(self._group, self._list)
-        reason = f"others have copies, rank {self._rank} has none" if others else None
+        rank = self._rank
+        reason = f"others have copies, rank {rank} has none" if others else "no copy was kept"
         for copy in reversed(copies):
             try:
-                extras = self._load(copy, keeps_groups=keeps_groups)
+                self.extras = self._load(copy, keeps_groups=keeps_groups)
             except Unfit as problem:
                 reason = str(problem)
                 continue
-            self.restored, self.extras = copy, extras
-            return None
-        return reason
-
-    def restore_newest(self, round: int, *, keeps_groups: bool) -> list[str]:
-        """As `restore`, in a run that has done rounds; returns what to warn of."""
-        reason, rank = self.restore(keeps_groups=keeps_groups), self._rank
-        if self.restored is not None:
+            self.restored = copy
             text = "inner optimiser and random numbers of rank %d as of round %d, step %d"
-            known = (rank, self.restored.round, self.restored.step, round)
-            log.info(text + "; the run is at round %d", *known)
-        elif reason is not None:
-            return [f"the inner optimiser of rank {rank} begins again in round {round}: {reason}"]
-        else:
-            text = "the inner optimiser of rank %d begins again in round %d: no copy was kept"
-            log.info(text, rank, round)
+            log.info(text + "; the run is at round %d", rank, copy.round, copy.step, round)
+            return []
+        message = f"the inner optimiser of rank {rank} starts over in round {round}: {reason}"
+        if copies or others:
+            return [message]
+        log.info("%s", message)
         return []
 
     def _load(self, copy: OwnCopy, *, keeps_groups: bool) -> Extras | None:
@@ -153,8 +146,7 @@ class OwnState:
                 return f"its copy of step {copy.step} cannot be read: {error}"
 
         state = read()
-        problems = [_misfit(state, self._optimizers)]
-        problem = next(filter(None, gather(self._group, lambda: problems[0])), "")
+        problem = next(filter(None, self._group.gather(_misfit(state, self._optimizers))), "")
         if problem:
             raise Unfit(problem)
         for optimizer, part in zip(self._optimizers, state["optimizers"], strict=True):

@@ -22,6 +22,7 @@ Vector = NDArray[np.float32]
 
 DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
 DENSE = "torch.strided"
+FLOATS = ("float", "bfloat")
 CAT_DTYPES = ("float32", "float16", "bfloat16", "float64")  # that torch joins in one call
 
 
@@ -40,22 +41,24 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 def describe_tensors(tensors: Sequence[Any]) -> tuple[TensorSpec, ...]:
     """The types and shapes. Raises ValidationError for one that is not of a float type, or holds no
     values."""
-    for index, tensor in enumerate(tensors):
-        if not dtype_name(tensor).startswith(("float", "bfloat")):
-            raise ValidationError(f"tensors[{index}]", dtype_name(tensor), "expected a float type")
-        if not hold_values([tensor]):
-            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
-            raise ValidationError(f"tensors[{index}]", kind, "expected a dense tensor with values")
-    return tuple(
-        TensorSpec(dtype_name(tensor), tuple(int(n) for n in tensor.shape)) for tensor in tensors
-    )
+    names = list(map(name_of, map(DTYPE, tensors)))
+    kinds = {name for name in names if name.startswith(FLOATS)}
+    if kinds != set(names) or not hold_values(tensors):
+        for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+            if name not in kinds:
+                raise ValidationError(f"tensors[{index}]", name, "expected a float type")
+            if not hold_values([tensor]):
+                kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
+                expected = "expected a dense tensor with values"
+                raise ValidationError(f"tensors[{index}]", kind, expected)
+    return tuple(map(TensorSpec, names, map(tuple, map(SHAPE, tensors))))
 
 
 def hold_values(tensors: Sequence[Any]) -> bool:
     """Whether none of the tensors is sparse, or of a shape only. Arrays of numpy never are."""
     are_torch = set(map(_is_of_torch, set(map(DTYPE, tensors))))
     if len(are_torch) > 1:
-        tensors = [tensor for tensor in tensors if _is_torch(tensor)]
+        tensors = [tensor for tensor in tensors if _is_of_torch(tensor.dtype)]
     elif are_torch != {True}:
         return True
     kinds = set(map(attrgetter("layout"), tensors))
@@ -79,7 +82,7 @@ def flatten(tensors: Sequence[Any], row: Vector) -> None:
         with torch.no_grad():
             torch.cat(list(map(torch.Tensor.ravel, tensors)), out=torch.from_numpy(row))
     elif tensors:
-        arrays = [_numpy(t) for t in tensors] if _have_torch(tensors) else tensors
+        arrays = [_numpy(t) for t in tensors] if any(map(_is_of_torch, dtypes)) else tensors
         np.concatenate(arrays, axis=None, out=row, casting="same_kind")
 
 
@@ -125,18 +128,21 @@ def check_out(out: Sequence[Any], tensors: Sequence[Any]) -> None:
         raise ValidationError("out", len(out), f"expected {len(tensors)} tensors")
     if set(map(type, out)) | set(map(type, tensors)) == {np.ndarray} or _are_here([*out, *tensors]):
         is_alike = all(all(map(eq, map(of, out), map(of, tensors))) for of in (DTYPE, SHAPE))
-        if is_alike and (_have_torch(out) or all(map(attrgetter("flags.writeable"), out))):
+        is_torch = any(map(_is_of_torch, set(map(DTYPE, out))))
+        if is_alike and (is_torch or all(map(attrgetter("flags.writeable"), out))):
             return
     for index, (room, tensor) in enumerate(zip(out, tensors, strict=True)):
-        if not isinstance(room, np.ndarray) and not (hasattr(room, "dtype") and _is_torch(room)):
+        if not isinstance(room, np.ndarray) and not (
+            hasattr(room, "dtype") and _is_of_torch(room.dtype)
+        ):
             raise ValidationError(f"out[{index}]", type(room).__name__, "expected a tensor")
-        if _is_torch(room) != _is_torch(tensor):
+        if _is_of_torch(room.dtype) != _is_of_torch(tensor.dtype):
             kinds = [type(each).__name__ for each in (room, tensor)]
             raise ValidationError(f"out[{index}]", kinds[0], f"expected a {kinds[1]}, as `tensors`")
         if (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
             ours, theirs = (f"{dtype_name(each)}{list(each.shape)}" for each in (room, tensor))
             raise ValidationError(f"out[{index}]", ours, f"expected {theirs}, as `tensors`")
-        if not _is_torch(room) and not room.flags.writeable:
+        if not _is_of_torch(room.dtype) and not room.flags.writeable:
             raise ValidationError(f"out[{index}]", "read-only", "expected memory to write to")
 
 
@@ -144,10 +150,10 @@ def refuse_shared(out: Sequence[Any]) -> None:
     """Raises ValidationError if two values of `out` have the same memory."""
     spans = []
     for index, room in enumerate(out):
-        strides = room.stride() if _is_torch(room) else room.strides
+        strides = room.stride() if _is_of_torch(room.dtype) else room.strides
         if any(step == 0 and size > 1 for step, size in zip(strides, room.shape, strict=True)):
             raise ValidationError(f"out[{index}]", "expanded", "expected memory for every value")
-        is_row = room.is_contiguous() if _is_torch(room) else room.flags.c_contiguous
+        is_row = room.is_contiguous() if _is_of_torch(room.dtype) else room.flags.c_contiguous
         if is_row and room.nbytes:  # others may lie between each other's values
             location = str(getattr(room, "device", "cpu")), _address(room)
             spans.append((*location, location[1] + room.nbytes, index))
@@ -166,7 +172,7 @@ def fill(flat: Vector, out: Sequence[Any]) -> list[Any]:
     if first is not None and _are_plain([first]) and _address(first) == _address(flat):
         return list(out)
     for room, part in zip(out, _cut(flat, out), strict=True):
-        if _is_torch(room):
+        if _is_of_torch(room.dtype):
             import torch
 
             with torch.no_grad():
@@ -185,7 +191,7 @@ def as_vector(tensors: Sequence[Any]) -> Vector | None:
     if not _are_in_a_row(tensors[:2]) or not _are_in_a_row(tensors):
         return None
     size = sum(map(math.prod, map(SHAPE, tensors)))
-    row: Vector = tensors[0].detach().numpy() if _is_torch(tensors[0]) else tensors[0]
+    row: Vector = tensors[0].detach().numpy() if _is_of_torch(tensors[0].dtype) else tensors[0]
     return np.lib.stride_tricks.as_strided(row, (size,), (row.itemsize,))
 
 
@@ -211,7 +217,7 @@ def are_apart(vector: Vector, tensors: Sequence[Any]) -> bool:
 
 def _are_here(tensors: Sequence[Any]) -> bool:
     """Whether these are plain tensors of torch in this machine's memory."""
-    if not tensors or not _is_torch(tensors[0]):
+    if not tensors or not _is_of_torch(tensors[0].dtype):
         return False
     import torch
 
@@ -256,16 +262,8 @@ def _check_range(index: int, tensor: Any) -> None:
     finite = np.abs(values[np.isfinite(values)])
     if finite.size and (top := finite.max()) > np.finfo(np.float32).max:
         raise ValidationError(
-            f"tensors[{index}]", float(top), "expected what float32 can hold, as means travel in it"
+            f"tensors[{index}]", float(top), "expected values in the range of float32"
         )
-
-
-def _have_torch(tensors: Sequence[Any]) -> bool:
-    return any(map(_is_of_torch, set(map(DTYPE, tensors))))
-
-
-def _is_torch(tensor: Any) -> bool:
-    return _is_of_torch(tensor.dtype)
 
 
 @cache
@@ -274,7 +272,7 @@ def _is_of_torch(dtype: Any) -> bool:
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
-    if _is_torch(tensor):
+    if _is_of_torch(tensor.dtype):
         tensor = tensor.detach().cpu().resolve_neg()
         # numpy has no bfloat16, so torch casts it; float64 stays, to be checked before its cast.
         tensor = (tensor if tensor.dtype.itemsize > 4 else tensor.float()).numpy()
@@ -282,7 +280,7 @@ def _numpy(tensor: Any) -> NDArray[Any]:
 
 
 def _like(part: Vector, tensor: Any) -> Any:
-    if not _is_torch(tensor):
+    if not _is_of_torch(tensor.dtype):
         return part.astype(tensor.dtype, copy=False)
     import torch
 

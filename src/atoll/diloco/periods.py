@@ -188,14 +188,23 @@ def read_periods(value: Any) -> Periods:
             raise ValidationError("sync_every", None, f"{_EXPECTED}, or a preset")
         check_int("sync_every", value, 1, MAX_STEPS)
         return Periods(((0, value),))
-    pairs: list[tuple[int, int]] = []
-    for pair in value:
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            expected = "expected (step, steps), as in [(0, 30), (1000, 100)]"
-            raise ValidationError("sync_every", pair, expected)
-        check_int("sync_every", pair[0], pairs[-1][0] + 1 if pairs else 0, MAX_STEPS)
-        check_int("sync_every", pair[1], 1, MAX_STEPS)
-        pairs.append((pair[0], pair[1]))
+    example = "(step, steps), as in [(0, 30), (1000, 100)]"
+    pairs = read_pairs("sync_every", value, "step", example)
+    for _, steps in pairs:
+        check_int("sync_every", steps, 1, MAX_STEPS)
     if not pairs:
         raise ValidationError("sync_every", value, _EXPECTED)
     return Periods(tuple(pairs))
+
+
+def read_pairs(field: str, value: Sequence[Any], unit: str, example: str) -> list[tuple[int, Any]]:
+    """Pairs in the order of their first numbers, which are of `unit`. Raises ValidationError."""
+    pairs: list[tuple[int, Any]] = []
+    for pair in value:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or type(pair[0]) is not int or not 0 <= pair[0] <= MAX_STEPS:
+            raise ValidationError(field, pair, f"expected {example}")
+        if pairs and pair[0] <= pairs[-1][0]:
+            raise ValidationError(field, pair, f"expected a {unit} after {pairs[-1][0]}")
+        pairs.append((pair[0], pair[1]))
+    return pairs

@@ -11,7 +11,6 @@ from typing import Any
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
-from atoll.diloco.group import Processes
 from atoll.diloco.outer import ByRound, OuterConfig, OuterRule, read_by_round, read_rule
 from atoll.diloco.periods import (
     MAX_STEPS,
@@ -130,7 +129,7 @@ def read_preset(preset: str | OuterPreset | None) -> OuterPreset:
         return default()
     if isinstance(preset, OuterPreset):
         return preset
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ValidationError("preset", preset, "expected " + " or ".join(map(repr, PRESETS)))
     return PRESETS[preset]()
 
@@ -148,6 +147,17 @@ class LoopSettings:
     is_retained: bool  # what was trained while a result was on its way
     codec: str
     down_codec: str | None
+
+    @property
+    def by_process(self) -> dict[str, Any]:
+        """What all processes of a replica must have alike. The outer settings are compared with
+        those of the run.
+        """
+        names = ("fragments", "overlap_steps", "mix", "codec", "down_codec")
+        values = {name: getattr(self, name) for name in names}
+        # A codec of the caller's own is known by its name.
+        named = {name: getattr(value, "name", value) for name, value in values.items()}
+        return named | {"sync_every": self.periods.description}
 
 
 def read_settings(
@@ -179,7 +189,9 @@ def read_settings(
         )
     check_int("fragments", fragments, 1, MAX_STEPS)
     if odd := [length for length in lengths if length % fragments]:
-        raise ValidationError("sync_every", odd[0], f"expected a multiple of {fragments}")
+        raise ValidationError(
+            "sync_every", odd[0], f"expected a multiple of {fragments}, the fragments"
+        )
     if periods.clock_s and overlap >= MAX_STEPS:
         expected = "expected fewer steps than the seconds of sync_every have"
         raise ValidationError("overlap_steps", "a whole period", expected)
@@ -211,34 +223,23 @@ def read_settings(
 
 def describe(settings: LoopSettings, periods: Periods, outer: OuterConfig) -> dict[str, str]:
     """What a run does, and why, in words; `periods` and `outer` as the run has them."""
+    base, chosen = settings.preset, settings.outer
+    changes = [
+        name
+        for name, ours, usual in (
+            ("outer", chosen.rule.name, getattr(base.outer, "name", base.outer)),
+            ("outer_lr", chosen.lr, base.outer_lr),
+            ("outer_momentum", chosen.momentum, base.outer_momentum),
+        )
+        if ours != usual
+    ]
     return {
         "sync_every": periods.description,
         "warmup": periods.ramp_description,
         "outer": f"{outer.rule.name}, {outer.description}",
-        "reason": settings.preset.reason,
+        "reason": "; ".join([*(f"{name} as given" for name in changes), base.reason]),
         "fragments": str(settings.fragments),
         "overlap_steps": str(settings.overlap_steps),
         "mix": KEEP if settings.is_retained else f"{settings.mix:g}",
         "codec": getattr(settings.codec, "name", settings.codec),
     }
-
-
-def refuse_unlike(group: Processes, settings: LoopSettings, run: str) -> None:
-    """Raises ValidationError in all processes of a replica if one of them has other settings.
-
-    They would wait for each other in different rounds. The outer settings are those of the run:
-    they are compared with it.
-    """
-    names = ("fragments", "overlap_steps", "mix", "codec", "down_codec")
-    values = {name: getattr(settings, name) for name in names} | {"run_id": run}
-    values |= {"sync_every": settings.periods.description}
-    # A codec of the caller's own is known by its name.
-    messages = group.gather({name: getattr(each, "name", each) for name, each in values.items()})
-    for process, message in enumerate(messages):
-        for name, value in message.items():
-            if value != messages[0][name]:
-                raise ValidationError(
-                    name,
-                    f"{value} in process {process} of the replica",
-                    f"expected {messages[0][name]!r}, as in process 0",
-                )

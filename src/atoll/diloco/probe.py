@@ -8,9 +8,9 @@ finite.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,29 +26,13 @@ if TYPE_CHECKING:
 ROUNDS = 3  # of a process, in which it probes: others may miss the first one
 BATCHES = 8  # of which the data is read
 _PART = 1 << 16  # values that are summed at a time
-_NOTHING = "0"
+NOTHING = "0"  # the digest of what cannot be compared
 _MASK = (1 << 64) - 1
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 Sums = tuple[int, int]
 # Of the blocks that a process holds: the parameter's index, offset and lengths, and the sum.
 Blocks = dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]
-
-
-class ReplicaProbe(NamedTuple):
-    """Digests of one replica; "0" where there is nothing to compare."""
-
-    moved: str = _NOTHING
-    batches: str = _NOTHING
-    buffers: str = _NOTHING
-    frozen: str = _NOTHING
-
-
-def read_probe(sums: Mapping[str, str]) -> ReplicaProbe | None:
-    """What the sums of a member say; None if it told nothing to compare."""
-    if "moved" not in sums:
-        return None
-    return ReplicaProbe(*(sums.get(name, _NOTHING) for name in ReplicaProbe._fields))
 
 
 class RowProbe:
@@ -99,7 +83,7 @@ def digest(sums: Sequence[Sums]) -> str:
     total = sum(each[0] for each in sums) & _MASK
     other = sum(each[1] for each in sums) & _MASK
     if not total and not other:
-        return _NOTHING
+        return NOTHING
     return hashlib.blake2b(f"{total}.{other}".encode(), digest_size=6).hexdigest()
 
 
@@ -184,74 +168,3 @@ def frozen_digest(messages: Sequence[Blocks]) -> str:
     """Of the blocks of all processes, each once: the same however the replica is cut."""
     blocks = {block: each for message in messages for block, each in message.items()}
     return digest([(sum(block[0] * each for block, each in blocks.items()) & _MASK, 0)])
-
-
-def compare(
-    probes: Mapping[int, ReplicaProbe],
-    rank: int,
-    buffers: Callable[[], Sequence[str]],
-    frozen: Callable[[], Sequence[str]],
-) -> list[tuple[str, str]]:
-    """What is wrong in a world with these probes, as kind and sentence; `rank` is this replica."""
-    messages = []
-    moved = _groups(probes, lambda probe: probe.moved)
-    for ranks in moved:
-        messages.append(
-            (
-                "identical pseudo-gradients",
-                f"ranks {_and(ranks)} have identical pseudo-gradients: they train on the same data "
-                "with the same random numbers, so that together they learn what one would. Give "
-                "each replica data of its own (diloco.data(...), or by diloco.config.rank)",
-            )
-        )
-    for ranks in _groups(probes, lambda probe: probe.batches):
-        if not any(set(ranks) <= set(each) for each in moved):
-            messages.append(
-                (
-                    "identical data",
-                    f"ranks {_and(ranks)} were given the same batches. Give each replica data of "
-                    "its own (diloco.data(...), or by diloco.config.rank)",
-                )
-            )
-    if rank in probes and _is_unlike(probe.buffers for probe in probes.values()):
-        messages.append(
-            (
-                "buffers differ",
-                f"buffers of the model differ between replicas ({_few(buffers())}): "
-                "they are not synchronised, each replica keeps its own",
-            )
-        )
-    if rank in probes and _is_unlike(probe.frozen for probe in probes.values()):
-        messages.append(
-            (
-                "frozen parameters differ",
-                f"parameters that are not trained differ between replicas ({_few(frozen())}): they "
-                "are not synchronised, so that each replica trains another model. Begin with the "
-                "same ones: one seed, or one checkpoint",
-            )
-        )
-    return messages
-
-
-def _groups(
-    probes: Mapping[int, ReplicaProbe], key: Callable[[ReplicaProbe], str]
-) -> list[list[int]]:
-    """The ranks that have the same digest, where there are several of them."""
-    by_digest: dict[str, list[int]] = {}
-    for rank, probe in sorted(probes.items()):
-        if key(probe) != _NOTHING:
-            by_digest.setdefault(key(probe), []).append(rank)
-    return [ranks for ranks in by_digest.values() if len(ranks) > 1]
-
-
-def _is_unlike(digests: Iterable[str]) -> bool:
-    return len({*digests} - {_NOTHING}) > 1
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _and(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

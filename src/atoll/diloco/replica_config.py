@@ -1,15 +1,19 @@
-"""Which replica this is, of how many, and where they meet: from arguments or the environment."""
+"""Which replica this is, of how many, where they meet, and with how many a run begins.
+
+Arguments win over the environment. Ranks that were started together may be minutes apart when they
+come to their first round: what the launcher knows of them travels in two variables, so that no part
+of them begins without the rest.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from atoll.core.checks import check_int
+from atoll.core.checks import QUORUM_VARIABLE, TOGETHER_VARIABLE, check_int, check_run_id
 from atoll.core.errors import ValidationError
-from atoll.diloco.start import find_min_replicas
 from atoll.objectstore import ObjectStore
 
 _MANY = 10**6
@@ -20,7 +24,8 @@ RANK = ("ATOLL_RANK", "REPLICA_RANK", "RANK")
 # the world grows and shrinks.
 WORLD = ("ATOLL_WORLD_MAX", "ATOLL_WORLD_TARGET", "WORLD_SIZE")
 URI = "ATOLL_RENDEZVOUS_URI"
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MINIMUM_VARIABLE = "ATOLL_WORLD_MIN"
+_LAUNCH = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class ReplicaConfig(NamedTuple):
@@ -48,10 +53,12 @@ def find_replica_config(
 
     Raises ValidationError naming the argument or the variable that does not fit.
     """
-    uri = uri or os.environ.get(URI) or None
-    last = -1 if is_one_of_many else None
+    if uri in (None, ""):
+        uri = os.environ.get(URI) or None
     rank = find_rank(rank, is_one_of_many=is_one_of_many)
-    world_size = _number("world_size", world_size, WORLD[:last], 1, 1)
+    if world_size is None:
+        world_size = _read(*WORLD[: -1 if is_one_of_many else None]) or 1
+    check_int("world_size", world_size, 1, _MANY)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
     minimum = find_min_replicas(min_replicas, world_size)
@@ -64,33 +71,26 @@ def find_replica_config(
 
 def find_rank(rank: int | None, *, is_one_of_many: bool) -> int:
     """The rank of this replica, as `find_replica_config` finds it."""
-    return _number("rank", rank, RANK[: -1 if is_one_of_many else None], 0, 0)
+    if rank is None:
+        rank = _read(*RANK[: -1 if is_one_of_many else None], least=0) or 0
+    check_int("rank", rank, 0, _MANY)
+    return rank
 
 
 def read_run_id(run_id: str | None) -> str:
     """The name of the run: its folder in the store."""
-    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
-    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
-        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
-    return name
+    if run_id in (None, ""):
+        run_id = os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
+    check_run_id("run_id", run_id)
+    return run_id
 
 
-def _number(field: str, value: int | None, names: tuple[str, ...], low: int, default: int) -> int:
-    if value is None:
-        name = next((name for name in names if os.environ.get(name)), None)
-        if name is None:
-            return default
-        field, text = name, os.environ[name]
-        if not text.strip().isdigit():
-            raise ValidationError(field, text, "expected a whole number")
-        value = int(text)
-    check_int(field, value, low, _MANY)
-    return value
+def refuse_unlike(processes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValidationError if processes have other settings, by name, than process 0.
 
-
-def refuse_spanning(places: Sequence[ReplicaConfig]) -> None:
-    """Raises ValidationError if the processes are not of one replica."""
-    ranks = sorted({config.rank for config in places})
+    They are not of one replica, or would wait for each other in different rounds.
+    """
+    ranks = sorted({settings["rank"] for settings in processes})
     if len(ranks) > 1:
         raise ValidationError(
             "process_group",
@@ -99,10 +99,69 @@ def refuse_spanning(places: Sequence[ReplicaConfig]) -> None:
             "them with --rendezvous none (rendezvous_backend='none'), or pass process_group= with "
             "the processes of this replica",
         )
-    for process, config in enumerate(places):
-        if config != places[0]:
-            raise ValidationError(
-                "process_group",
-                f"process {process} with {config}",
-                f"expected the arguments of process 0, {places[0]}",
-            )
+    for process, settings in enumerate(processes):
+        for name, value in settings.items():
+            if value != processes[0][name]:
+                raise ValidationError(
+                    name,
+                    f"{value} in process {process} of the replica",
+                    f"expected {processes[0][name]!r}, as in process 0",
+                )
+
+
+class Start(NamedTuple):
+    """`together`: so many ranks are waited for in the first round, until its timeout; None: it goes
+    by the grace, like any other. `first_quorum`: so many must be in it. `launch` tells the marks of
+    ranks that have ended apart from those of another launch. `tells_ends`: ranks that are done
+    leave marks, too, not only those that failed or were told to go.
+    """
+
+    launch: str
+    together: int | None = None
+    tells_ends: bool = True
+    first_quorum: int = 1
+
+
+def find_min_replicas(min_replicas: int | None, world_size: int) -> int:
+    """How many a round needs: as asked, by the launch, by $ATOLL_WORLD_MIN, or half of the world.
+
+    Raises ValidationError naming the argument or the variable that does not fit.
+    """
+    if min_replicas is not None:
+        check_int("min_replicas", min_replicas, 1, world_size)
+        return min_replicas
+    together, quorum = _read_launch(world_size)
+    if together and quorum:
+        # Whoever they are, one of them was in the first round.
+        return together - quorum + 1
+    return min(world_size, _read(MINIMUM_VARIABLE) or (world_size + 1) // 2)
+
+
+def read_start(world_size: int, min_replicas: int | None, grace_s: float | None) -> Start:
+    """`min_replicas` and `grace_s` are the caller's, and win over what the launch says."""
+    together, quorum = _read_launch(world_size)
+    uid = os.environ.get("ATOLL_UID", "")
+    name = uid if _LAUNCH.fullmatch(uid) else "launch"
+    if together is None or min_replicas is not None:
+        return Start(name, tells_ends=together is not None)
+    is_learned = grace_s is None
+    return Start(name, together if is_learned else None, first_quorum=quorum or 1)
+
+
+def _read_launch(world_size: int) -> tuple[int | None, int | None]:
+    """How many were started together, and of a launch the quorum of its first round."""
+    together, quorum = _read(TOGETHER_VARIABLE), _read(QUORUM_VARIABLE)
+    if together is not None:
+        together = min(together, world_size)
+    return together, None if together is None or quorum is None else min(quorum, together)
+
+
+def _read(*names: str, least: int = 1) -> int | None:
+    """The number in the first variable that is set."""
+    for name in names:
+        text = os.environ.get(name, "").strip()
+        if text:
+            if not text.isdecimal() or int(text) < least:
+                raise ValidationError(name, text, f"expected a whole number, at least {least}")
+            return int(text)
+    return None

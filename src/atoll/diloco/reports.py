@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from atoll.agent.metrics import report_round
+from atoll.core.errors import ValidationError
 from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
 from atoll.diloco.outer import OuterConfig
 from atoll.diloco.round.effects import Offer
 from atoll.diloco.round.objects import Manifest, Member
+from atoll.diloco.times import PeriodTimes
 from atoll.objectstore import Traffic
 
 log = logging.getLogger("atoll.diloco")
@@ -43,6 +44,8 @@ class RoundReport(NamedTuple):
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     is_ramp: bool = False  # a plain average of the warm-up
+    train_s: float = 0.0  # of the steps since the round before, outside of rounds
+    data_s: float | None = None  # the part of it that went into reading data; None if unknown
 
 
 def make_report(
@@ -52,6 +55,7 @@ def make_report(
     hidden_s: float,
     blocked_s: float,
     outer: OuterConfig,
+    times: PeriodTimes,
 ) -> RoundReport:
     turn = outer.turn_at(manifest.round // manifest.fragments)
     return RoundReport(
@@ -68,6 +72,8 @@ def make_report(
         outer_lr=1.0 if turn is None else turn.lr,
         outer_momentum=0.0 if turn is None else turn.momentum,
         is_ramp=turn is None,
+        train_s=times.train_s,
+        data_s=times.data_s,
     )
 
 
@@ -81,6 +87,8 @@ class RoundReports:
     """The last reports, and totals of all of them."""
 
     def __init__(self, on_round: Callable[[RoundReport], None] | None) -> None:
+        if on_round is not None and not callable(on_round):
+            raise ValidationError("on_round", on_round, "expected a function of a RoundReport")
         self.last: deque[RoundReport] = deque(maxlen=10_000)
         names = ("rounds", *_TOTALS, "ramp_rounds", "ramp_bytes")
         self.totals = dict.fromkeys(names, 0.0)
@@ -134,31 +142,29 @@ def send_round(
     process: int = 0,
     warnings: Sequence[str] = (),
 ) -> None:
-    """The control plane, if there is one, learns what the round was and what it cost."""
+    """The control plane, if there is one, learns what the round cost; the first process of some
+    members also tells it the manifest."""
     try:
-        message = message_of(report, manifest, run, rank, process)
-        report_round(msgspec.to_builtins(replace(message, warnings=list(warnings))))
+        cost = RoundCost(
+            rank,
+            report.bytes_up,
+            report.bytes_down,
+            report.requests,
+            report.hidden_s,
+            report.blocked_s,
+            process,
+            report.steps,
+            report.train_s,
+            report.data_s,
+        )
+        present = [member.rank for member in manifest.present]
+        is_told = not process and rank in present[:TELLERS]
+        facts = facts_of(manifest, run, time.time()) if is_told else None
+        identity = (run, report.fragment, report.round)
+        message = ReportedRound(*identity, cost, facts, warnings=list(warnings))
+        report_round(msgspec.to_builtins(message))
     except Exception:  # it must never end a training
         log.warning("round %d is not reported", report.round, exc_info=True)
-
-
-def message_of(
-    report: RoundReport, manifest: Manifest, run: str, rank: int, process: int = 0
-) -> ReportedRound:
-    """What a process of this replica reports of a round; the first one also the manifest."""
-    cost = RoundCost(
-        rank,
-        report.bytes_up,
-        report.bytes_down,
-        report.requests,
-        report.hidden_s,
-        report.blocked_s,
-        process,
-    )
-    present = [member.rank for member in manifest.present]
-    is_told = not process and rank in present[:TELLERS]
-    facts = facts_of(manifest, run, time.time()) if is_told else None
-    return ReportedRound(run, report.fragment, report.round, cost, facts)
 
 
 def announce(run: str, step: int, number: int, rank: int, *, is_end: bool = False) -> None:

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from math import inf
-from typing import NamedTuple
 
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.group import Processes, from_leader
-from atoll.objectstore import ObjectStore
+from atoll.objectstore import ObjectInfo, ObjectStore
 
 log = logging.getLogger("atoll.diloco")
 
@@ -30,15 +29,6 @@ SILENCE_S = 3 * BEAT_S
 ENDING_S = 60.0
 _POLL_S = 1.0
 _PATIENCE_S = 10.0
-
-
-class LiveMark(NamedTuple):
-    """Of a rank of another training."""
-
-    key: str
-    launch: str
-    rank: str
-    modified: datetime
 
 
 class RunLock:
@@ -101,7 +91,12 @@ class RunLock:
                     self._store.delete(mark.key for mark in marks)
                 return
             if now - began > ending_s:
-                raise self._refusal(alive)
+                raise ValidationError(
+                    "run_id",
+                    self._run,
+                    f"another training is at this run: {self._label(alive)}. Wait for its end, "
+                    "cancel it, or choose another run_id",
+                )
             if now - spoke >= silence_s:
                 spoke = now
                 messages = "waiting for the training %s, which is at run %r or was killed just now"
@@ -109,35 +104,30 @@ class RunLock:
             self._is_over.wait(min(_POLL_S, beat_s))
             self.beat()
 
-    def _others(self, silence_s: float) -> list[LiveMark]:
+    def _others(self, silence_s: float) -> list[ObjectInfo]:
         """Marks of other trainings, but for those that were silent when this one came."""
         marked = self._store.list(f"{self._run}/live")
         own = next((info.modified for info in marked if info.key == self._key), None)
         marks = []
         for info in marked:
-            _, launch, rank = info.key.rsplit("/", 2)
+            launch = info.key.split("/")[-2]
             # By the clock of the store: this machine's may be another.
             is_silent = own is not None and (own - info.modified).total_seconds() > silence_s
             if launch != self._launch and not is_silent:
-                marks.append(LiveMark(info.key, launch, rank, info.modified))
+                marks.append(info)
         return marks
 
-    def _refusal(self, marks: list[LiveMark]) -> ValidationError:
-        return ValidationError(
-            "run_id",
-            self._run,
-            f"another training is at this run: {self._label(marks)}. Wait for its end, cancel it, "
-            "or choose another run_id",
-        )
-
-    def _label(self, marks: list[LiveMark]) -> str:
-        first = marks[0]
+    def _label(self, marks: list[ObjectInfo]) -> str:
+        """The first of the trainings, and its ranks."""
+        folder = marks[0].key.rpartition("/")[0]
         try:
-            name = bytes(self._store.get(first.key)).decode(errors="replace")
+            name = bytes(self._store.get(marks[0].key)).decode(errors="replace")
         except Exception:  # it is gone: its id is label enough
-            name = first.launch
-        ranks = ", ".join(str(int(mark.rank)) for mark in marks if mark.launch == first.launch)
-        return f"{name!r} (ranks {ranks})"
+            name = folder.rpartition("/")[2]
+        ranks = [
+            int(rank) for at, _, rank in (m.key.rpartition("/") for m in marks) if at == folder
+        ]
+        return f"{name!r} (ranks {', '.join(map(str, ranks))})"
 
     def beat(self) -> None:
         """The mark is of now."""

@@ -6,7 +6,10 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 
+from atoll.core.checks import check_int, check_number
+from atoll.core.errors import BackendError
 from atoll.diloco.codecs import Codec
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Claim, Terms
@@ -17,7 +20,8 @@ from atoll.diloco.model import ModelFragment, ReplicaModel, check_layout
 from atoll.diloco.outer import OuterConfig, OuterRows
 from atoll.diloco.periods import PeriodPlan
 from atoll.diloco.presets import LoopSettings
-from atoll.diloco.replica_config import ReplicaConfig
+from atoll.diloco.replica_config import ReplicaConfig, Start
+from atoll.diloco.round import objects
 from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import (
@@ -34,8 +38,18 @@ from atoll.diloco.round.objects import Manifest, Member
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.diloco.round.replica_group import GlooGroup
-from atoll.diloco.start import Start
 from atoll.objectstore import ObjectStore
+
+# A year: locks, and gloo with three times as much, do not take all numbers.
+MAX_TIMEOUT_S = 366 * 86400.0
+
+
+def check_limits(timeout_s: object, grace_s: object, checkpoint_every: object) -> None:
+    """Raises ValidationError, by the names of the arguments of `DiLoCo`."""
+    check_number("timeout", timeout_s, 1e-6, MAX_TIMEOUT_S)
+    if grace_s is not None:
+        check_number("grace_s", grace_s, 1e-6, MAX_TIMEOUT_S)
+    check_int("checkpoint_every", checkpoint_every, 1, 10**9)
 
 
 class RunSetup:
@@ -112,6 +126,13 @@ class RunSetup:
             plan.settle(state)
         return plan
 
+    def mark_failed(self, launch: str, state: RunState) -> None:
+        """The others do not wait for this rank, if its mark can be stored."""
+        if self._store is not None:
+            key = objects.ended_key(launch, self._config.rank, objects.FAILED)
+            with suppress(BackendError):
+                self._store.put(f"{self._run}/{key}", f"{state.round} {state.chain}".encode())
+
     def read_manifests(self, rounds: RoundDriver | LocalRounds) -> list[Manifest]:
         """Of all rounds of the run."""
         if self._store is None:
@@ -176,6 +197,7 @@ class LocalRounds:
     def __init__(self, fragments: Sequence[Fragment], rank: int) -> None:
         self.values = _LocalValues(fragments)
         self.state = RunState()
+        self.name = secrets.token_hex(8)
         self.manifests: list[Manifest] = []
         self._rank = rank
 
@@ -246,7 +268,7 @@ class LocalRounds:
         if self.state.ledger is None:
             self.state = self.state._replace(ledger=ledgers.begin(terms, self.state.round))
 
-    def hand_in(self, offer: Offer, weights: tuple[float, ...]) -> RoundResult:
+    def drain(self, offer: Offer, weights: tuple[float, ...]) -> RoundResult:
         return self._result(LEFT)
 
     def request_leave(self) -> None:

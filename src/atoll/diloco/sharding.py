@@ -96,7 +96,7 @@ def collapsed(
 
 
 def before(dims: Sequence[Dim], location: int) -> int:
-    """How many values of the block lie before `place` of the whole."""
+    """How many values of the block lie before `location` of the whole."""
     stride, inner = math.prod(d.size for d in dims), math.prod(d.length for d in dims)
     if location >= stride:
         return inner

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from atoll.integrations.session import (
-    Session,
-    callback_class,
-    own_folder,
-    read_options,
-    report_logs,
-)
+from atoll.integrations.session import TrainerCallbacks, callback_class, own_folder, report_logs
 
 __all__ = ["DiLoCoCallback"]
 
@@ -22,56 +16,35 @@ if TYPE_CHECKING:
     DiLoCoCallback: type[LightningHooks]
 
 
-class LightningHooks:
+class LightningHooks(TrainerCallbacks):
     """What `DiLoCoCallback` does at the events of a Lightning Trainer.
 
     `max_steps` of the Trainer is the length of the run, and learning rates that are scheduled by
     step follow the run's step, also in a replica that was restarted. `rounds`, `tokens` and
-    `epochs` end it earlier, as in `DiLoCo.until`.
+    `epochs` end it earlier.
 
-    Replicas share the data set: each sample is trained on once an epoch of the run, by one of them
-    (`DiLoCo.data`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
-    other arguments are those of `atoll.diloco.DiLoCo`.
+    Replicas share the data set, but with `own_data=False`: `data_seed` shuffles it. All other
+    arguments are those of `atoll.diloco.DiLoCo`.
 
     What the module logs with `self.log` is reported as metrics, every `log_every_n_steps`. Replicas
     other than the first keep logs and checkpoints in `replica-N` of the folder that they are for.
     """
 
-    def __init__(
-        self,
-        *,
-        rounds: int | None = None,
-        tokens: float | None = None,
-        epochs: int | None = None,
-        own_data: bool = True,
-        data_seed: int = 0,
-        **options: Any,
-    ) -> None:
-        ends = {"rounds": rounds, "tokens": tokens, "epochs": epochs}
-        self._asked = read_options(ends, own_data, data_seed, options)
-        self._session: Session | None = None
-
-    @property
-    def diloco(self) -> Any:
-        """The `DiLoCo` of the training that runs, or ran last; None before the first."""
-        return None if self._session is None else self._session.diloco
-
-    _is_open = False
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before the callbacks for checkpoints, which Lightning calls last, look for a folder."""
-        options = self._asked.options
-        trainer._default_root_dir = own_folder(str(trainer.default_root_dir), options)
+        trainer._default_root_dir = own_folder(str(trainer.default_root_dir), self.options)
         for each in (*trainer.loggers, *trainer.checkpoint_callbacks):
             # Of Lightning's own loggers, and of ModelCheckpoint.
             for name in ("_root_dir", "_save_dir", "dirpath"):
                 if folder := getattr(each, name, None):
-                    setattr(each, name, own_folder(str(folder), options))
+                    own = own_folder(str(folder), self.options)
+                    setattr(each, name, own)
+                    if name == "_root_dir" and own != str(folder):
+                        each._experiment = None  # its files are begun again, in this folder
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         schedules = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
-        self._session = Session(
-            self._asked,
+        session = self.begin(
             pl_module,
             trainer.optimizers,
             [each.scheduler for each in schedules],
@@ -79,41 +52,34 @@ class LightningHooks:
             done=trainer.global_step,
             max_steps=trainer.max_steps,
         )
-        self._is_open, self._steps = True, self._session.diloco.steps
+        self._steps = session.diloco.steps
         fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
         if fetcher is not None:
             iter(fetcher)  # it was begun before, with the samples that the loader had then
-        trainer.should_stop |= self._session.is_over
+        trainer.should_stop |= session.is_over
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        assert self._session is not None
-        self._session.will_train()
+        assert self.session is not None
+        self.session.will_train()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        assert self._session is not None
-        if self._session.diloco.steps != self._steps:  # else the batch was accumulated
-            self._steps = self._session.diloco.steps
-            step = self._session.follow()
+        assert self.session is not None
+        if self.session.diloco.steps != self._steps:  # else the batch was accumulated
+            self._steps = self.session.diloco.steps
+            step = self.session.follow()
             if trainer.is_global_zero and step % max(1, trainer.log_every_n_steps) == 0:
                 report_logs(step, trainer.callback_metrics)
-            trainer.should_stop |= self._session.is_over
+            trainer.should_stop |= self.session.is_over
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        if self._is_open and trainer.is_global_zero:
-            assert self._session is not None
-            report_logs(self._session.step, trainer.callback_metrics)
+        if self.session is not None and trainer.is_global_zero:
+            report_logs(self.session.step, trainer.callback_metrics)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
+        self.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._close(exception)
-
-    def _close(self, error: BaseException | None = None) -> None:
-        if self._is_open:
-            self._is_open = False
-            assert self._session is not None
-            self._session.close(error)
+        self.close(exception)
 
 
 def _base() -> type:

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from atoll.agent.metrics import report
 from atoll.core.checks import check_int, check_number
@@ -44,28 +44,58 @@ def callback_class(
     return made
 
 
-class CallbackOptions(NamedTuple):
-    """What the user asked of a callback. `options` are those of `DiLoCo`."""
+class TrainerCallbacks:
+    """What `DiLoCoCallback` is, whatever the trainer.
 
-    options: dict[str, Any]
-    ends: dict[str, Any]
-    own_data: bool
-    data_seed: int
+    `rounds`, `tokens` and `epochs` end the run, as in `DiLoCo.until`. Replicas share the data set:
+    each sample is trained on once an epoch of the run, by one of them (`DiLoCo.data`, shuffled by
+    `data_seed`); `own_data=False` leaves the loader as it is. All other arguments are those of
+    `atoll.diloco.DiLoCo`.
+    """
 
+    def __init__(
+        self,
+        *,
+        rounds: int | None = None,
+        tokens: float | None = None,
+        epochs: int | None = None,
+        own_data: bool = True,
+        data_seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Raises ValidationError naming what does not fit."""
+        self.ends: dict[str, Any] = {"rounds": rounds, "tokens": tokens, "epochs": epochs}
+        for name in ("rounds", "epochs"):
+            if self.ends[name] is not None:
+                check_int(name, self.ends[name], 1, _MANY)
+        if tokens is not None:
+            check_number("tokens", tokens, 1, 1e30)
+        if epochs is not None and not own_data:
+            raise ValidationError("epochs", epochs, "expected own_data=True: it counts them")
+        check_int("data_seed", data_seed, 0, _MANY)
+        self.has_own_data, self.data_seed, self.options = own_data, data_seed, options
+        self.check_world()
+        self.session: Session | None = None  # of the training that runs
+        self._last: Session | None = None
 
-def read_options(
-    ends: dict[str, Any], own_data: bool, data_seed: int, options: dict[str, Any]
-) -> CallbackOptions:
-    """Raises ValidationError naming what does not fit."""
-    for name in ("rounds", "epochs"):
-        if ends[name] is not None:
-            check_int(name, ends[name], 1, _MANY)
-    if ends["tokens"] is not None:
-        check_number("tokens", ends["tokens"], 1, 1e30)
-    if ends["epochs"] is not None and not own_data:
-        raise ValidationError("epochs", ends["epochs"], "expected own_data=True: it counts them")
-    check_int("data_seed", data_seed, 0, _MANY)
-    return CallbackOptions(options, ends, own_data, data_seed)
+    @property
+    def diloco(self) -> Any:
+        """The `DiLoCo` of the training that runs, or ran last; None before the first."""
+        return None if self._last is None else self._last.diloco
+
+    def check_world(self) -> None:
+        """Raises ValidationError where the trainer would make one world of all replicas."""
+
+    def begin(self, *training: Any, done: int, max_steps: int) -> Session:
+        """A training begins, with what `Session` takes."""
+        self.session = self._last = Session(self, *training, done=done, max_steps=max_steps)
+        return self.session
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the run, if a training was begun and has not ended."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close(error)
 
 
 def report_logs(step: int, logs: Mapping[str, Any]) -> None:
@@ -94,11 +124,12 @@ class Session:
 
     def __init__(
         self,
-        asked: CallbackOptions,
+        callback: TrainerCallbacks,
         model: torch.nn.Module,
         optimizer: Any,
         schedulers: Sequence[Any],
         loader: Any,
+        *,
         done: int,
         max_steps: int,
     ) -> None:
@@ -109,17 +140,18 @@ class Session:
         from atoll.diloco import DiLoCo
 
         self._schedulers = schedulers
-        self.diloco = DiLoCo(model, optimizer, **asked.options)
+        self.diloco = DiLoCo(model, optimizer, **callback.options)
         atexit.register(self._at_exit)
         # A run that has rounds knows its step; a new one may go on from a checkpoint.
         self._before = done if self.diloco.round == 0 else 0
         self._data = None
-        if asked.own_data and self.diloco.config.world_size > 1:
-            self._data = take_own_part(loader, self.diloco, asked.data_seed, asked.ends["epochs"])
+        if callback.has_own_data and self.diloco.config.world_size > 1:
+            epochs = callback.ends["epochs"]
+            self._data = take_own_part(loader, self.diloco, callback.data_seed, epochs)
         steps = None if max_steps < 0 else max(0, max_steps - self._before)
         self._ticks = None
-        if steps is not None or any(each is not None for each in asked.ends.values()):
-            self._ticks = self.diloco.until(steps=steps, **asked.ends)
+        if steps is not None or any(each is not None for each in callback.ends.values()):
+            self._ticks = self.diloco.until(steps=steps, **callback.ends)
         self._next = -1
         self.follow()
 

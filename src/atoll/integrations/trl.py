@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class WeightTransfer:
     """Publishes what the trainer sends; `options` are those of `atoll.weights.Publisher`.
 
-    `step` of a version counts the calls, as the trainer's `model_version` does.
+    `step` of a version is the trainer's `model_version`, which counts the calls from 1.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.init_weight_transfer()
         assert self._publisher is not None
+        self._step += 1
         try:
             self._publisher.publish(iterator, step=self._step)
         except Temporary as error:  # the next version has everything
             log.warning("no version was published: %s", error)
-        self._step += 1
 
     def resume(self) -> None:
         pass

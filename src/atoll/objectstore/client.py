@@ -97,6 +97,8 @@ class ObjectStore:
         self._clients = upload_client or (lambda seconds: client)
         is_local = isinstance(self._reader, LocalStore) and self._reader.prefix
         self._folder = str(self._reader.prefix) if is_local else None
+        # Whether objects are files: a request takes no time but that of its bytes.
+        self.is_folder = self._folder is not None
         self._patience_s = patience_s
         self._tracker = idle.IdleTracker(uri)
         self._traffic = Traffic()
@@ -113,26 +115,29 @@ class ObjectStore:
         return cls(clients(0.0), text, patience_s=patience_s, upload_client=clients)
 
     @property
-    def is_folder(self) -> bool:
-        """Whether objects are files: a request takes no time but that of its bytes."""
-        return self._folder is not None
-
-    @property
     def traffic(self) -> Traffic:
         with self._lock:
             return Traffic(self._traffic.requests, self._traffic.bytes_up, self._traffic.bytes_down)
 
-    def put(self, key: str, data: Buffer | Pieces, *, is_durable: bool = False) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer | Pieces,
+        *,
+        is_durable: bool = False,
+        is_name_durable: bool = True,
+    ) -> None:
         """Store the object, whatever was there before.
 
         The memory of `data` is the caller's again when this returns or raises. `is_durable`: sync
-        a file to its disk, for what a later create names.
+        a file to its disk, for what a later create names; its name, too, unless that create has its
+        folder among those that it comes `after`.
         """
-        size, path = _size(data), self.path_of(key)
+        pieces, path = _pieces(data), self.path_of(key)
+        size = sum(memoryview(piece).nbytes for piece in pieces)
         if path is not None:
-            self._write(
-                partial(files.write_object, path, _pieces(data), is_durable=is_durable), size
-            )
+            write = partial(files.write_object, path, pieces, is_durable=is_durable)
+            self._write(partial(write, is_name_durable=is_name_durable), size)
             return
         data = self._copied(data)
         options: dict[str, Any] = {"use_multipart": False}
@@ -147,19 +152,31 @@ class ObjectStore:
             self._count(requests=-(-size // PART_BYTES) + 1)  # the parts, their begin and end
         self._write(partial(obstore.put, self._clients(seconds), key, data, **options), size)
 
-    def create(self, key: str, data: Buffer | Pieces) -> bool:
+    def create(
+        self,
+        key: str,
+        data: Buffer | Pieces,
+        *,
+        after: Sequence[str] = (),
+        is_name_durable: bool = True,
+    ) -> bool:
         """Store the object unless the key is taken; return False if it is. A file is synced.
+
+        `after`: folders of which all names are durable before this object is there.
 
         It may be this very call that took it: when an answer gets lost, the retry meets its own
         object. Whoever gets False reads what is there.
         """
-        size, path = _size(data), self.path_of(key)
+        pieces, path = _pieces(data), self.path_of(key)
+        size = sum(memoryview(piece).nbytes for piece in pieces)
         if size > MAX_CREATE_BYTES and path is None:
             raise Permanent(f"{self.uri}: {key} has {size} bytes, at most {MAX_CREATE_BYTES} fit")
         try:
             if path is not None:
-                write = partial(files.write_object, path, _pieces(data))
-                self._write(partial(write, is_new=True, is_durable=True), size)
+                before = [f"{self._folder}/{folder}" for folder in after]
+                write = partial(files.write_object, path, pieces, before, is_new=True)
+                write = partial(write, is_durable=True, is_name_durable=is_name_durable)
+                self._write(write, size)
             else:
                 client, data = self._clients(_seconds_for(size)), self._copied(data)
                 put = partial(obstore.put, client, key, data, mode="create", use_multipart=False)
@@ -237,12 +254,13 @@ class ObjectStore:
 
     def list(self, prefix: str, after: str | None = None) -> list[ObjectInfo]:
         """All objects under the folder `prefix` with keys greater than `after`, sorted by key."""
+        match: list[ObjectInfo] | None = None
+        if self._folder is not None and PLAIN_KEY.fullmatch(prefix):
+            match = self._ask(partial(files.list_files, self._folder, prefix, after or ""))
+            if match is not None:
+                return match
 
         def read() -> list[ObjectInfo]:
-            if self._folder is not None and PLAIN_KEY.fullmatch(prefix):
-                match = files.list_files(self._folder, prefix, after or "")
-                if match is not None:
-                    return match
             pages = obstore.list(self._reader, prefix, offset=after, chunk_size=LIST_PAGE)
             rows = (
                 ObjectInfo(m["path"], m["size"], m["last_modified"]) for page in pages for m in page
@@ -267,6 +285,10 @@ class ObjectStore:
         doomed = [*keys]
         for first in range(0, len(doomed), LIST_PAGE):
             batch = doomed[first : first + LIST_PAGE]
+            paths = [path for key in batch if (path := self.path_of(key))]
+            if self._folder is not None and len(paths) == len(batch):
+                self._ask(partial(files.delete_files, self._folder, paths))
+                continue
             try:
                 self._ask(partial(obstore.delete, self._reader, batch))
             except FileNotFoundError:
@@ -479,10 +501,6 @@ class RangeReader:
 
 def _pieces(data: Buffer | Pieces) -> Pieces:
     return [data] if isinstance(data, bytes | bytearray | memoryview) else data
-
-
-def _size(data: Buffer | Pieces) -> int:
-    return sum(memoryview(piece).nbytes for piece in _pieces(data))
 
 
 def _seconds_for(size: int) -> float:

@@ -29,11 +29,13 @@ class Create:
     """Write an object unless its key is taken. Answer: bool.
 
     False: the key was taken. That may be by an earlier try of the same request, so it is no error
-    and does not say whose object is there.
+    and does not say whose object is there. `after`: folders of which all names survive a loss of
+    power before this object is there.
     """
 
     key: str
     body: bytes
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 import obstore.exceptions as failures
@@ -12,6 +13,7 @@ _FINAL = (
     failures.UnknownConfigurationKeyError,
     NotImplementedError,
     PermissionError,
+    NotADirectoryError,
 )
 _DENIED = (failures.PermissionDeniedError, failures.UnauthenticatedError)
 # Listings and bulk deletes have no error type for a refusal: the status and the code tell. Of S3,
@@ -52,7 +54,8 @@ def is_server_error(error: Exception) -> bool:
 
 def is_final(error: Exception) -> bool:
     """Whether trying again will not help, for another reason."""
-    return isinstance(error, _FINAL)
+    is_read_only = isinstance(error, OSError) and error.errno == errno.EROFS
+    return is_read_only or isinstance(error, _FINAL)
 
 
 def describe(error: Exception) -> str:

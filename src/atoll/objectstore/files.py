@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -33,12 +33,30 @@ class ObjectInfo(NamedTuple):
 
 
 def write_object(
-    path: str, pieces: Sequence[Buffer], *, is_new: bool = False, is_durable: bool = False
+    path: str,
+    pieces: Sequence[Buffer],
+    after: Iterable[str] = (),
+    *,
+    is_new: bool = False,
+    is_durable: bool = False,
+    is_name_durable: bool = True,
 ) -> None:
-    """Write the file all at once; raise FileExistsError if `is_new` and it exists."""
+    """Write the file all at once; raise FileExistsError if `is_new` and it exists.
+
+    The names in the folders `after` are durable before.
+    """
+    for folder in after:
+        sync_folder(folder)
     while True:
         try:
-            write_file(path, pieces, mode=0o666, is_new=is_new, is_durable=is_durable)
+            write_file(
+                path,
+                pieces,
+                mode=0o666,
+                is_new=is_new,
+                is_durable=is_durable,
+                is_name_durable=is_name_durable,
+            )
             return
         except FileNotFoundError:  # a deletion takes empty folders with it
             with suppress(FileNotFoundError):
@@ -61,6 +79,18 @@ def _make_folder(folder: str) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder)
         sync_folder(parent)
+
+
+def delete_files(folder: str, paths: Sequence[str]) -> None:
+    """Delete files of the folder, then the folders that are empty now; those gone are no error."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    for parent in {os.path.dirname(path) for path in paths}:
+        with suppress(OSError):  # it is not empty, or gone
+            while parent != folder:
+                os.rmdir(parent)
+                parent = os.path.dirname(parent)
 
 
 def read_file(path: str, start: int, end: int | None, max_bytes: int | None) -> memoryview:

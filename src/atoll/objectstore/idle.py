@@ -63,7 +63,9 @@ class IdleTracker:
     def end(self, request: int, now: float, *, is_answer: bool) -> str:
         """The request is over; returns what to log if a warning is over."""
         with self._lock:
-            text = self._progress(now) if is_answer else ""
+            text = self._progress(now) if is_answer and self._warned_s else ""
+            if is_answer:
+                self._progress_at, self._reason = now, ""
             self._waiting.pop(request, None)
             if not self._waiting:
                 self._warned_s = 0.0

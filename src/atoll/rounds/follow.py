@@ -183,7 +183,7 @@ class RoundFollower:
             followed.pause_s = min(IDLE_EVERY_S, 2 * followed.pause_s)
             log.warning("rounds of training %s: %s", training.name, error)
         except ImportError as error:
-            problem = f"the store cannot be read without the extra atoll[store]: {error}"
+            problem = f"the store cannot be read without the extra store: {error}"
             followed.pause_s = IDLE_EVERY_S
         if problem:
             self._table.set_observation(

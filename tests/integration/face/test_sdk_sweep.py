@@ -51,6 +51,8 @@ def test_values_come_back_typed_and_what_failed_is_named(
     assert [row.phase for row in rows] == ["succeeded", "succeeded", "failed"]
     head, *lines = str(rows).splitlines()
     assert head.split()[:4] == ["lr", "depth", "loss", "kind"]
+    assert head.split()[4:] == ["phase", "name", "seconds", "error"]
+    assert "ValueError: too deep" in lines[2] or "exited with code 1" in lines[2]
     assert lines[0].split()[:4] == ["0.5", "-", "1", "float"]
     again = asyncio.run(client.map_async(fit, settings, concurrency=1))
     assert again.results == rows.results

@@ -100,7 +100,7 @@ def test_ranks_that_are_being_stopped_are_neither_ready_nor_gone(
     while "stopping" not in t.ranks[-1].message:
         t.refresh()
     t.scale(3)
-    while "starts anew" not in t.ranks[-1].message:
+    while "restarts" not in t.ranks[-1].message:
         t.refresh()
     assert t.world.ready == 1
     for rank in (1, 2):

@@ -124,7 +124,7 @@ def test_commands_on_the_same_machine_need_nothing(secure: Secure) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("ATOLL_", "SSL_"))}
     env["ATOLL_STATE_DIR"] = str(secure.state)
     done = subprocess.run([*ATOLL, "ps"], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "atoll: no trainings: 'atoll run' starts one\n")
 
 
 def test_a_bad_pair_is_refused_before_it_listens(tmp_path: Path) -> None:

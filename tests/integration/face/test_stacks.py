@@ -268,7 +268,7 @@ def test_a_stalled_rank_is_shown_with_where_it_is(client: atoll.Client, tmp_path
     made = start(client, script, stall_s=2.0)
     until(lambda: any(f":{line} in hang" in rank.message for rank in made.ranks))
     kept = {one.rank: one for one in made.stacks(stored=True).items}
-    assert kept[1].cause.startswith("it did not move for ")
+    assert kept[1].cause.startswith("it made no progress for ")
 
 
 def test_a_rank_that_ends_by_itself_has_no_stack(client: atoll.Client) -> None:

@@ -156,14 +156,14 @@ class NoHonesty(SimMachine):
 
 
 class OneFragmentHandedIn(SimMachine):
-    def _hand_in_rows(self, rows: Any) -> Steps:
+    def _drain_rows(self, rows: Any) -> Steps:
         rows.left = {at: weight * (at == self.round % 3) for at, weight in rows.left.items()}
-        yield from super()._hand_in_rows(rows)
+        yield from super()._drain_rows(rows)
 
 
 class DecidedRoundNotTaken(SimMachine):
-    def hand_in(self, offer: Any, weights: Any) -> Steps:
-        steps = super().hand_in(offer, weights)
+    def drain(self, offer: Any, weights: Any) -> Steps:
+        steps = super().drain(offer, weights)
         answer = None
         while True:
             try:
@@ -200,7 +200,7 @@ class NothingCarriedOver(SimMachine):
 
 
 class NoRoundAtOpen(SimMachine):
-    def _commit_handed_in(self) -> Steps:
+    def _commit_drained(self) -> Steps:
         return
         yield
 
@@ -300,22 +300,22 @@ def find_newest(checkpoints: Any, taken: Any) -> Steps:  # R15: the newest cover
     return [found[0], found[0]] if found else []
 
 
-def sweep_direct_early(taken: gc.Taken, covered: int) -> Steps:
+def sweep_direct_early(taken: gc.Taken, covered: int, keys: Any = None) -> Steps:
     plans = dict.fromkeys(range(taken.round), FLAT)
-    yield from _sweep_uploads(taken._replace(plans=plans), covered)
+    yield from _sweep_uploads(taken._replace(plans=plans), covered, keys)
 
 
 def delete_but(folders: tuple[str, ...]) -> Callable[..., Steps]:
-    def delete(folder: str, is_old: Callable[[int], bool]) -> Steps:
+    def delete(keys: Any, folder: str, is_old: Callable[[int], bool]) -> Steps:
         if folder not in folders:
-            yield from _delete(folder, is_old)
+            yield from _delete(keys, folder, is_old)
 
     return delete
 
 
-def delete_newer_pieces(folder: str, is_old: Callable[[int], bool]) -> Steps:
+def delete_newer_pieces(keys: Any, folder: str, is_old: Callable[[int], bool]) -> Steps:
     ahead = 2 if folder == "state" else 0  # beyond the older checkpoint, below the newest
-    yield from _delete(folder, lambda round: is_old(round - ahead))
+    yield from _delete(keys, folder, lambda round: is_old(round - ahead))
 
 
 _examine, _make_manifest, _find_fault = decide.examine, decide.make_manifest, decide.find_fault

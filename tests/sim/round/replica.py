@@ -22,6 +22,7 @@ from atoll.diloco.round.effects import (
     FOREIGN,
     LEFT,
     ApplyMeans,
+    Beside,
     Create,
     Delete,
     Get,
@@ -160,6 +161,7 @@ class Process:
         self.group = group
         self.name = f"{rank}.{nonce[:4]}/{at}"
         self.task: Task
+        self.beside: Task | None = None  # takes steps beside the calls
         cells, shards = self.setup.cells, self.setup.world
         self.carried = [carried(count, shards, at, processes) for count in cells]
         seed = int(nonce, 16)
@@ -568,6 +570,11 @@ class Process:
             return None
         if isinstance(effect, Sleep):
             return (yield from self._sleep(effect.seconds))
+        if isinstance(effect, Beside):
+            if self.beside is None or self.beside.is_dead:
+                task = Task(f"{self.name} beside", self._drive(effect.steps), parent=self.task)
+                self.beside = self.run.world.start(task)
+            return None
         if isinstance(effect, Put | Create):
             verb = "put" if isinstance(effect, Put) else "create"
             if self.setup.has("manifests are put") and effect.key.startswith("manifest/"):
@@ -800,26 +807,29 @@ class Process:
         machine = self.machine
         assert machine is not None
         self.word_at = self.run.world.clock(self.task)
-        steps = getattr(machine, name)(*args)
+        end: tuple[Any, ...]
+        try:
+            value = yield from self._drive(getattr(machine, name)(*args))
+            end = "value", value, machine.round, machine.hold, machine.state.is_pending
+        except (StoreError, AtollError, DamagedObject) as failed:
+            end = "error", failed, machine.round, machine.hold, machine.state.is_pending
+        if self.processes > 1:
+            yield from self._say("end", end, None)
+        return end
+
+    def _drive(self, steps: Steps) -> Steps:
         answer: Any = None
         error: StoreError | None = None
         while True:
             try:
                 effect = steps.throw(error) if error else steps.send(answer)
             except StopIteration as stop:
-                end = "value", stop.value, machine.round, machine.hold, machine.is_pending
-                break
-            except (StoreError, AtollError, DamagedObject) as failed:
-                end = "error", failed, machine.round, machine.hold, machine.is_pending
-                break
+                return stop.value
             error = None
             try:
                 answer = yield from self.perform(effect)
             except StoreError as failed:
                 error = failed
-        if self.processes > 1:
-            yield from self._say("end", end, None)
-        return end
 
     def _follow(self) -> Steps:
         while True:
@@ -883,12 +893,12 @@ class Process:
                 self.machine.is_leaving |= leaves
             try:
                 if leaves and len(setup.cells) > 1:
-                    yield from self._hand_in(weight, all(finite for finite, _ in words))
+                    yield from self._drain(weight, all(finite for finite, _ in words))
                     return "left"
                 result = yield from self.call("prepare")
                 if result is not None and result.fate == LEFT:
                     if len(setup.cells) > 1:
-                        yield from self._hand_in(weight, all(finite for finite, _ in words))
+                        yield from self._drain(weight, all(finite for finite, _ in words))
                     return "left"
                 if result is not None and result.fate == DROPPED:
                     continue
@@ -906,7 +916,7 @@ class Process:
                 self._check_honesty()
                 if result.fate == LEFT:
                     if len(setup.cells) > 1:
-                        yield from self._hand_in(weight, is_finite=True)
+                        yield from self._drain(weight, is_finite=True)
                     return "left"
                 self._count(result)
             except UnlikeUpload:
@@ -925,7 +935,7 @@ class Process:
         seconds = machine.last.next_s or setup.next_s
         return max(0.1, machine.state.manifest_at + seconds - self.run.world.clock(self.task))
 
-    def _hand_in(self, weight: int, is_finite: bool) -> Steps:
+    def _drain(self, weight: int, is_finite: bool) -> Steps:
         """The rows of all fragments, but that of the one whose upload is on its way."""
         pending = self.rounds % len(self.setup.cells) if self.is_pending else None
         if pending is None:
@@ -939,7 +949,7 @@ class Process:
         offer = Offer(float(weight), steps, claim=claim if is_finite else (), is_finite=is_finite)
         while True:
             try:
-                return (yield from self.call("hand_in", offer, tuple(map(float, trained))))
+                return (yield from self.call("drain", offer, tuple(map(float, trained))))
             except (StoreError, AtollError, DamagedObject):
                 yield "sleep", 1.0
 

@@ -66,6 +66,11 @@ class Task:
     wakes_early: bool = False
     gate: Callable[[str, Request], None] | None = None
     on_end: Callable[[BaseException | None, Any], None] | None = None
+    parent: Task | None = None  # the process of this thread: it is killed, frozen and cut as one
+
+    @property
+    def process(self) -> Task:
+        return self.parent or self
 
 
 @dataclass
@@ -136,10 +141,10 @@ class World:
             task.on_end(error, value)
 
     def _resume(self, task: Task, answer: Any, error: BaseException | None = None) -> None:
-        if task.is_dead:
+        if task.is_dead or task.process.is_dead:
             return
-        if task.frozen_until > self.now:
-            self.at(task.frozen_until, lambda: self._resume(task, answer, error))
+        if task.process.frozen_until > self.now:
+            self.at(task.process.frozen_until, lambda: self._resume(task, answer, error))
             return
         task.waits += 1
         try:
@@ -177,19 +182,20 @@ class World:
         if kind == "gather":
             self._gather(task, *request[1:])
             return
-        if task.gate is not None:
-            task.gate("issue", request)
-            if task.is_dead:
+        process = task.process
+        if process.gate is not None:
+            process.gate("issue", request)
+            if process.is_dead:
                 return
-        faults, rng = task.faults, self.random
-        delay = task.latency * (0.5 + rng.random())
+        faults, rng = process.faults, self.random
+        delay = process.latency * (0.5 + rng.random())
         if faults is not QUIET:
             if kind in WRITES and rng.random() < faults.freeze_write:
-                self.freeze(task, rng.uniform(1, 400))
+                self.freeze(process, rng.uniform(1, 400))
             elif rng.random() < faults.freeze:
-                self.freeze(task, rng.uniform(1, 400))
+                self.freeze(process, rng.uniform(1, 400))
         first = self._list(*request[1:]) if kind == "list" and faults.skewed_list else None
-        happens = max(self.now, task.frozen_until) + delay
+        happens = max(self.now, process.frozen_until) + delay
         self.at(happens, lambda: self._happen(task, request, first, delay))
 
     def _wake_at(self, task: Task, waits: int) -> None:
@@ -202,16 +208,17 @@ class World:
         self.count("freezes")
 
     def _happen(self, task: Task, request: Request, first: Any, delay: float) -> None:
-        if task.is_dead:
+        process = task.process
+        if process.is_dead:
             return
-        if task.frozen_until > self.now:
-            self.at(task.frozen_until + 1e-6, lambda: self._happen(task, request, first, delay))
+        if process.frozen_until > self.now:
+            self.at(process.frozen_until + 1e-6, lambda: self._happen(task, request, first, delay))
             return
-        faults, rng, kind = task.faults, self.random, request[0]
+        faults, rng, kind = process.faults, self.random, request[0]
         self.requests[task.name] = self.requests.get(task.name, 0) + 1
         error: BaseException | None = None
         answer: Any = None
-        if task.cut_until > self.now:
+        if process.cut_until > self.now:
             error = StoreError(f"no way to the store: {request[:2]}")
         elif faults is not QUIET and rng.random() < faults.fail_before:
             error = StoreError(f"failed before: {request[:2]}")
@@ -226,8 +233,8 @@ class World:
                 error = StoreError(f"failed after: {request[:2]}")
         if error is not None:
             self.count("failed requests")
-        if task.gate is not None:
-            task.gate("done", request)
+        if process.gate is not None:
+            process.gate("done", request)
         self.at(self.now + delay, lambda: self._resume(task, answer, error))
 
     def _skew(self, one: dict[str, float], two: dict[str, float]) -> list[tuple[str, float]]:

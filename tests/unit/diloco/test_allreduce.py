@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from atoll.core.errors import BelowMinimumWorld, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.objectstore import ObjectStore
 
 
 def memory() -> str:
@@ -59,23 +61,63 @@ def test_all_get_the_exact_weighted_mean(tmp_path: Path, world: int, is_folder: 
 def test_what_a_manifest_names_survives_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
-    synced: set[str] = set()
-    sync = os.fsync
+    durable = set[Path]()  # contents and names that were synced
+    unsafe = list[Path]()
+    sync, link = os.fsync, os.link
 
     def note(handle: int) -> None:
-        synced.add(os.readlink(f"/proc/self/fd/{handle}").partition("#")[0])
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        names = [path / "name" / each.name for each in path.iterdir()] if path.is_dir() else []
         sync(handle)
+        durable.update([*names, path.with_name(path.name.partition("#")[0])])
+
+    def note_commit(draft: str, path: str) -> None:
+        if Path(path).parent.name == "manifest":
+            before = f"{int(Path(path).name) - 1:08d}"
+            means = [*tmp_path.rglob(f"mean/{before}/*"), *tmp_path.rglob(f"receipt/{before}/*")]
+            members = json.loads(Path(draft).read_bytes())["members"]
+            uploads = [next(tmp_path.rglob(member["upload"])) for member in members]
+            named = [each for each in (*means, *uploads) if "#" not in each.name]
+            unsafe.extend(
+                each for each in named if not {each, each.parent / "name" / each.name} <= durable
+            )
+            assert len(uploads) == world
+            assert means or before < "0"
+        link(draft, path)
 
     monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "link", note_commit)
 
     def work(rank: int) -> None:
         with opened(tmp_path, rank, world) as reduce:
-            reduce.allreduce(tensor(rank))
+            for _ in range(3):
+                reduce.allreduce(tensor(rank))
 
     run_all(world, work)
-    (uploads,) = [each for each in tmp_path.rglob("upload/*") if each.name.strip("0") == ""]
-    assert len(list(uploads.iterdir())) == world
-    assert {str(each) for each in uploads.iterdir()} <= synced
+    assert not unsafe
+
+
+def test_rounds_go_on_while_old_uploads_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, delete = threading.Event(), ObjectStore.delete
+
+    def delete_late(store: ObjectStore, keys: Iterable[str]) -> None:
+        keys = [*keys]
+        if any("/upload/0" in key for key in keys):
+            assert goes_on.wait(60)
+        delete(store, keys)
+
+    monkeypatch.setattr(ObjectStore, "delete", delete_late)
+
+    def work(rank: int) -> None:
+        with opened(tmp_path, rank, 3) as reduce:
+            for _ in range(8):
+                reduce.allreduce(tensor(rank))
+            goes_on.set()
+
+    run_all(3, work)
+    assert not [*tmp_path.rglob("upload/00000000/*")]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "sparse"])

@@ -36,7 +36,7 @@ SHAPES = st.lists(
 class Adam:
     """An outer optimiser of a program: this class is all that it takes."""
 
-    name = "adam"
+    name = "own-adam"
     state = ("first", "second")
 
     def step(self, rows: Mapping[str, Floats], gradient: Floats, turn: OuterTurn) -> None:
@@ -69,8 +69,8 @@ def test_a_run_keeps_every_row_of_its_outer_optimiser(
     """Ten rounds in one life and in two have the same bits, with a rule of two rows."""
     rule: Any = Adam()
     if is_named:
-        monkeypatch.setitem(RULES, "adam", rule)
-        rule = "adam"
+        monkeypatch.setitem(RULES, rule.name, rule)
+        rule = rule.name
 
     def train(uri: str, steps: int, outer: Any = rule) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_a_run_keeps_every_row_of_its_outer_optimiser(
     train(two, 4)
     parts = train(two, 6)
     assert all(np.array_equal(complete[name], parts[name]) for name in complete)
-    with pytest.raises(ValidationError, match="outer: 'nesterov'.*began with 'adam'"):
+    with pytest.raises(ValidationError, match="outer: 'nesterov'.*began with 'own-adam'"):
         train(two, 1, "nesterov")
 
 
@@ -171,7 +171,7 @@ def test_a_run_keeps_its_settings_and_names_others() -> None:
         (OuterConfig(0.7, 0.9), "outer_momentum: 0.9.*0.5 at round 2, 0.9 at round 6"),
         (OuterConfig(0.6, RAMP), "outer_lr: 0.6"),
         (OuterConfig(0.7, RAMP, preset="diloco"), "preset: 'diloco'.*began with 'muloco'"),
-        (OuterConfig(0.7, RAMP, Adam()), "outer: 'adam'.*'nesterov'"),
+        (OuterConfig(0.7, RAMP, Adam()), "outer: 'own-adam'.*'nesterov'"),
     ):
         with pytest.raises(ValidationError, match=message):
             config.take(run.text)
@@ -179,8 +179,8 @@ def test_a_run_keeps_its_settings_and_names_others() -> None:
 
 def test_a_rule_of_a_program_is_known_by_its_name() -> None:
     text = OuterConfig(rule=Adam()).text
-    assert OuterConfig(rule=Adam()).take(text).rule.name == "adam"
-    with pytest.raises(ValidationError, match="outer: None.*'adam'"):
+    assert OuterConfig(rule=Adam()).take(text).rule.name == "own-adam"
+    with pytest.raises(ValidationError, match="outer: None.*'own-adam'"):
         OuterConfig(is_open=True).take(text)
     for bad in ("lion", 3):
         with pytest.raises(ValidationError, match="outer"):

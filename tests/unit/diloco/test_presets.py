@@ -10,7 +10,7 @@ from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, presets
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.outer import value_at
-from atoll.diloco.presets import PRESETS, read_settings
+from atoll.diloco.presets import PRESETS, describe, read_settings
 
 
 def settings(preset: Any = None, parameters: int = 10, **given: Any) -> presets.LoopSettings:
@@ -143,3 +143,15 @@ def test_what_is_trained_while_a_result_is_on_its_way_stays_on_top_of_it() -> No
         # Sent at 1, of which half is taken; the two steps since then stay.
         assert diloco.global_parameters()["weight"].item() == 0.5
         assert model.weight.item() == 2.5
+
+
+def test_a_run_says_why_its_outer_settings_are_what_they_are() -> None:
+    def reason(preset: str | None, **given: Any) -> str:
+        chosen = settings(preset, **{"sync_every": 4} | given)
+        return describe(chosen, chosen.periods, chosen.outer)["reason"]
+
+    assert reason(None).startswith("the default: ")
+    assert reason("muloco") == "preset 'muloco', arXiv 2505.23725"
+    assert reason("muloco", outer_lr=0.7) == "preset 'muloco', arXiv 2505.23725"
+    other = reason("muloco", outer="sgd", outer_lr=0.1)
+    assert other == "outer as given; outer_lr as given; preset 'muloco', arXiv 2505.23725"

@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.replica_config import ReplicaConfig, find_replica_config
-from atoll.diloco.start import read_start
+from atoll.diloco.replica_config import (
+    ReplicaConfig,
+    find_replica_config,
+    read_run_id,
+    read_start,
+)
 from atoll.replicas.surface import start_variables
 
 NAMES = (
@@ -77,3 +81,9 @@ def test_a_variable_that_does_not_fit_is_named(
     monkeypatch.setenv(name, value)
     with pytest.raises(ValidationError, match=name if value != "4" else "rank: 4"):
         find_replica_config()
+
+
+@pytest.mark.parametrize("run_id", ["a/b", "..", "é", "²", "a\n", 7, [], b"x", "x" * 81])
+def test_a_name_of_a_run_that_can_be_no_folder_is_refused(run_id: object) -> None:
+    with pytest.raises(ValidationError, match=r"^run_id: .*expected 1 to 80 letters, digits"):
+        read_run_id(run_id)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlat
 from torch.utils.data import DataLoader
 
 from atoll.core.errors import ValidationError
-from atoll.integrations.session import Session, read_options, set_schedule
+from atoll.integrations.session import Session, TrainerCallbacks, set_schedule
 
 
 def rate(scheduler: Any) -> float:
@@ -54,12 +54,9 @@ def session(done: int = 0, max_steps: int = -1, **ends: int) -> tuple[Session, A
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(range(8))  # type: ignore[arg-type]
-    options = read_options(NO_END | ends, True, 0, {"sync_every": 2})
-    made = Session(options, model, [optimizer], [schedule], loader, done, max_steps)
+    callback = TrainerCallbacks(**ends, sync_every=2)
+    made = Session(callback, model, [optimizer], [schedule], loader, done=done, max_steps=max_steps)
     return made, optimizer, schedule
-
-
-NO_END: dict[str, Any] = {"rounds": None, "tokens": None, "epochs": None}
 
 
 def test_the_step_is_counted_from_the_checkpoint_of_a_new_run() -> None:
@@ -104,4 +101,4 @@ def test_bad_input_is_named_before_a_training_begins(
     ends: dict[str, Any], own_data: bool, seed: int, field: str
 ) -> None:
     with pytest.raises(ValidationError, match=field):
-        read_options(NO_END | ends, own_data, seed, {"sync_every": 2})
+        TrainerCallbacks(**ends, own_data=own_data, data_seed=seed, sync_every=2)

@@ -28,7 +28,7 @@ def test_a_world_of_all_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in {"ATOLL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(ValidationError, match="--rendezvous none"):
+    with pytest.raises(ValidationError, match="--replicas"):
         TrainerHooks(sync_every=5)
     # Under torchrun inside a rank they are of the processes of this replica.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

@@ -30,7 +30,7 @@ def test_trl_publishes_each_call(tmp_path: Path) -> None:
         transfer.resume()
         version = follower.next()
         assert version is not None
-        assert version.step == step
+        assert version.step == step + 1  # as the trainer's model_version after it
         assert follower.tensors()["w"].tolist() == [step] * 4
         assert follower.tensors()["w"].dtype == torch.bfloat16
     transfer.destroy()

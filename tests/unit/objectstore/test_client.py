@@ -13,6 +13,7 @@ from obstore.store import LocalStore
 
 from atoll.core.errors import NotFound, Permanent
 from atoll.objectstore import ObjectStore, files
+from atoll.objectstore.errors import is_final
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -169,3 +170,22 @@ def test_a_store_without_conditional_writes_is_refused_by_name(
     monkeypatch.setattr(store, "create", lambda key, data: True)
     with pytest.raises(Permanent, match="ignores conditional writes"):
         store.require_conditional_writes("run")
+
+
+def test_a_folder_that_became_a_file_is_a_final_error(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = ObjectStore.open(f"file://{folder}")
+    folder.rmdir()
+    folder.write_text("a file")
+    with pytest.raises(Permanent, match="Not a directory"):
+        store.put("a/b", b"x")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_over"),
+    [(errno.EROFS, True), (errno.EACCES, True), (errno.ENOSPC, False), (errno.EIO, False)],
+)
+def test_a_folder_that_nobody_may_write_to_is_final_and_a_full_one_is_not(
+    code: int, is_over: bool
+) -> None:
+    assert is_final(OSError(code, os.strerror(code))) == is_over

@@ -1,8 +1,8 @@
 """Codecs: how values become bytes on the way to the store, and values again on the way back.
 
-A codec is a class that extends `Codec` and a row of `CODECS`; estimates, the command line, messages
-and the documents read the rows. Encoding keeps no state: what it loses is
-`values - decode(encode(values))`, and whoever wants error feedback adds that to the next values.
+A codec is a class that extends `Codec` and a row of `CODECS` (docs/architecture.md has the steps).
+Encoding keeps no state: what it loses is `values - decode(encode(values))`, and whoever wants error
+feedback adds that to the next values.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, data: Data, size: int) -> Floats:
-        """The `size` values again; raises ValueError if `data` does not hold that many.
+        """The `size` values again; raises ValueError if `data` is not what `encode` wrote of them.
 
-        The array may be a read-only view of `data`.
+        `frame.pack` and `frame.unpack` see to that. The array may be a read-only view of `data`.
         """
         raise NotImplementedError
 
@@ -126,7 +126,9 @@ def get_codecs(codec: str | Codec, mean_codec: str | Codec | None) -> tuple[Code
     """Those of uploads and of means, which is the one for such uploads if it is not given."""
     uploads = get_codec(codec)
     row = CODECS.get(uploads.name)
-    return uploads, get_codec(mean_codec or (row and row.mean_codec) or uploads, "down_codec")
+    if mean_codec is None:
+        mean_codec = (row and row.mean_codec) or uploads
+    return uploads, get_codec(mean_codec, "down_codec")
 
 
 # Some more than a run uses: names come from manifests, too, and may be anything.

@@ -20,10 +20,9 @@ from atoll.diloco.codecs.frame import (
     check_values,
     pack,
     scaled,
-    squeeze,
     unpack,
-    unsqueeze_exactly,
 )
+from atoll.objectstore.entropy import squeeze, unsqueeze_exactly
 
 _LARGEST_BF16 = np.uint32(0x7F7F)
 _INFINITE = np.uint32(0x7F800000)

@@ -1,20 +1,15 @@
-"""The envelope of an encoded array, and the entropy coder that every lossy codec ends with.
+"""The envelope of an encoded array, whose parts the entropy coder makes, and helpers of codecs.
 
 An array becomes a header (which codec, how many values, how long each part is) and a few parts.
-Parts are Huffman coded by zstd with its search for repeats all but switched off: its coder runs at
-about a GB/s without the interpreter lock, and its tables follow the data. Values decode to the same
-bits everywhere; the compressed bytes may differ between releases of zstd.
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from atoll.core.errors import ValidationError
@@ -54,52 +49,6 @@ def unpack(tag: bytes, data: Data, size: int, parts: int) -> list[memoryview]:
         views.append(view[start : start + length])
         start += length
     return views
-
-
-def squeeze(values: NDArray[np.uint8]) -> bytes:
-    """The bytes, Huffman coded, without a search for repeats: gradients have none."""
-    return _coders.compressor.compress(np.ascontiguousarray(values).data)
-
-
-def unsqueeze(data: Data, limit: int) -> NDArray[np.uint8]:
-    """The bytes before `squeeze`; raises ValueError for other data or more than `limit` bytes."""
-    try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if size > limit:  # a size that is not stated is the largest number there is
-            raise ValueError(f"a coded part holds more than the {limit} bytes there can be")
-        plain = _coders.decompressor.decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"not a Huffman coded part: {error}") from error
-    return np.frombuffer(plain, np.uint8)
-
-
-class _Coders(threading.local):
-    """One of each for every thread: they keep tables, and may not be shared."""
-
-    def __init__(self) -> None:
-        # Level 1 with the smallest tables for repeats: as small on gradients as a search, and up to
-        # three times as fast on those of few levels, where a search finds chance repeats.
-        search = zstandard.ZstdCompressionParameters(
-            window_log=17,
-            chain_log=6,
-            hash_log=6,
-            search_log=1,
-            min_match=7,
-            target_length=0,
-            strategy=zstandard.STRATEGY_FAST,
-        )
-        self.compressor = zstandard.ZstdCompressor(compression_params=search)
-        self.decompressor = zstandard.ZstdDecompressor()
-
-
-_coders = _Coders()
-
-
-def unsqueeze_exactly(data: Data, size: int) -> NDArray[np.uint8]:
-    plain = unsqueeze(data, size)
-    if plain.size != size:
-        raise ValueError(f"a coded part holds {plain.size} bytes where {size} are needed")
-    return plain
 
 
 def check_values(values: Floats, codec: str) -> Floats:

@@ -21,8 +21,13 @@ from atoll.diloco.codecs.frame import (
     blocks,
     check_values,
     pack,
-    squeeze,
     unpack,
+)
+from atoll.objectstore.entropy import (
+    FAR,
+    decode_gaps,
+    encode_gaps,
+    squeeze,
     unsqueeze,
     unsqueeze_exactly,
 )
@@ -30,7 +35,6 @@ from atoll.diloco.codecs.frame import (
 CHUNK = 4096
 KEEP = 64
 _OPTIONS = re.compile(r"(\d{1,4})/(\d{2,4})(?:@(0(?:\.\d{1,6})?|1))?", re.ASCII)
-_FAR = 255  # this byte moves on by 255 places and names none
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
@@ -73,7 +77,7 @@ class Sparse(Codec):
         parts = [
             levels.tobytes(),
             squeeze((means.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)),
-            squeeze(_gaps(locations)),
+            squeeze(encode_gaps(locations)),
             _four_in_a_byte(codes).tobytes(),
         ]
         return pack(b"top1", row.size, parts)
@@ -88,7 +92,7 @@ class Sparse(Codec):
         if not all((part >= 0).all() and np.isfinite(part).all() for part in (means, levels)):
             raise ValueError("a scale is not one this codec writes")
         # Each byte names a place or moves on by 255, so there cannot be more than this.
-        locations = _locations(unsqueeze(coded_gaps, size + size // _FAR + 1))
+        locations = decode_gaps(unsqueeze(coded_gaps, size + size // FAR + 1))
         if locations.size and locations[-1] >= size:
             raise ValueError(f"place {locations[-1]} is outside an array of {size}")
         packed = np.frombuffer(plain_codes, np.uint8)
@@ -135,20 +139,6 @@ def _bf16(values: Floats) -> Floats:
 
 def _mean(values: NDArray[Any]) -> float:
     return float(values.mean(dtype=np.float64)) if values.size else 1.0
-
-
-def _gaps(locations: NDArray[np.int64]) -> NDArray[np.uint8]:
-    gaps = np.diff(locations, prepend=-1) - 1
-    far = gaps // _FAR
-    ends = np.cumsum(far + 1) - 1
-    out = np.full(int(ends[-1]) + 1 if locations.size else 0, _FAR, np.uint8)
-    out[ends] = gaps % _FAR
-    return out
-
-
-def _locations(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
-    is_place = gaps != _FAR
-    return np.asarray((np.cumsum(gaps, dtype=np.int64) + np.cumsum(is_place))[is_place] - 1)
 
 
 def _four_in_a_byte(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

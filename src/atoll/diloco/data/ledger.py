@@ -89,15 +89,6 @@ def make_terms(
     )
 
 
-def difference(ours: Terms, theirs: Terms) -> tuple[str, object, object] | None:
-    """The first setting that is not the same, and its two values."""
-    for name in ("length", "seed", "shuffle", "epochs", "fingerprint"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine != other:
-            return name, mine, other
-    return None
-
-
 class Claim(msgspec.Struct, frozen=True):
     """What a member of a round says: it trained on `took`, and wants to hold `want` positions.
 
@@ -111,7 +102,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank may train on. `seen`: the last round it was in. `firm`: it was in one."""
+    """What a rank may train on. `observed`: the last round it was in. `firm`: it was in one."""
 
     ranges: Ranges
     observed: int
@@ -154,10 +145,6 @@ class Ledger(msgspec.Struct, frozen=True):
     def unused(self) -> Ranges:
         """The positions below `next` that were given out, or came back, and are not used."""
         return ranges.union(self.back, *(hold.ranges for hold in self.holds.values()))
-
-    @property
-    def digest(self) -> str:
-        return hashlib.blake2b(pack(self), digest_size=8).hexdigest()
 
 
 _LEDGER = json_decoder(Ledger)

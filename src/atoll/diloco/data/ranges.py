@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 Range = tuple[int, int]  # first position, and the one after the last
 Ranges = tuple[Range, ...]
-
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def of(positions: Iterable[int]) -> Ranges:
@@ -39,7 +36,7 @@ def union(*sets: Ranges) -> Ranges:
 
 
 def minus(complete: Ranges, part: Ranges) -> Ranges:
-    """The positions of `whole` that are not in `part`."""
+    """The positions of `complete` that are not in `part`."""
     if not part or not complete:
         return complete
     out: list[Range] = []
@@ -110,41 +107,3 @@ def is_well_formed(ranges: Sequence[Sequence[int]]) -> bool:
             return False
         last = stop
     return True
-
-
-def write(ranges: Ranges) -> str:
-    """As text for a name: start-length in base 36, joined by `_`; `0` for none."""
-    return (
-        "_".join(f"{base36(start)}-{base36(stop - start)}" for start, stop in ranges)
-        if ranges
-        else "0"
-    )
-
-
-def read(text: str) -> Ranges:
-    """What `write` wrote. Raises ValueError for anything else."""
-    if text == "0":
-        return ()
-    out = []
-    for part in text.split("_"):
-        start, _, length = part.partition("-")
-        first = int(start, 36)
-        out.append((first, first + int(length, 36)))
-    if not is_well_formed(out):
-        raise ValueError(f"not ranges: {text!r}")
-    return tuple(out)
-
-
-def digest(ranges: Ranges) -> str:
-    return hashlib.blake2b(write(ranges).encode(), digest_size=8).hexdigest()
-
-
-def base36(number: int) -> str:
-    if number < 0:
-        raise ValueError(f"{number} is negative")
-    out = ""
-    while True:
-        number, digit = divmod(number, 36)
-        out = _DIGITS[digit] + out
-        if not number:
-            return out

@@ -7,6 +7,7 @@ loader has fetched ahead is not, and neither is the rest of an unfinished accumu
 from __future__ import annotations
 
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
 from atoll.diloco.data import permutation, ranges
 from atoll.diloco.data.lease import DataLease
-from atoll.diloco.data.ledger import Terms, difference, make_terms
+from atoll.diloco.data.ledger import Terms, make_terms
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.group import Processes, gather
 
@@ -70,8 +71,11 @@ class DataSampler:
         batch: int,
         stream: OpenAt | None = None,
         part: tuple[int, int] | None = None,
+        read: Callable[[Iterable[Any]], Iterator[Any]] = iter,
     ) -> None:
+        """`read` iterates over the batches on their way to the loop."""
         self._host, self._lease, self._group = host, lease, group
+        self.read = read
         self._batch = batch
         self._part, self._parts = part or (group.process, group.processes)
         self._stream = None if stream is None else _StreamReader(stream)
@@ -107,16 +111,22 @@ class DataSampler:
         For loops that take their batches from `sampler` themselves, which hands out lists with
         `positions`.
         """
-        part = ranges.of(positions)
-        if not ranges.is_inside(part, self._lease.hold):
-            raise ValidationError("positions", list(part)[:3], "expected some that are held")
-        self._in_loop.append(part)
+        self._in_loop.append(self._read_positions(positions))
 
     def skip(self, positions: Iterable[int]) -> None:
         """These cannot be read: they count as trained on, and are told of in the report."""
-        part = ranges.of(positions)
+        part = self._read_positions(positions)
         self.skipped += ranges.size(part)
-        self.trained(ranges.positions(part))
+        self._in_loop.append(part)
+
+    def _read_positions(self, positions: Iterable[int]) -> Ranges:
+        try:
+            part = ranges.of(map(operator.index, positions))
+        except TypeError as error:
+            raise ValidationError("positions", positions, "expected whole numbers") from error
+        if not ranges.is_inside(part, self._lease.hold):
+            raise ValidationError("positions", list(part)[:3], "expected some that are held")
+        return part
 
     def loader(self, loader: Any) -> LeasedLoader:
         """`loader`, a DataLoader over `sampler`, with its batches counted as they come."""
@@ -148,8 +158,8 @@ class DataSampler:
 
     def __iter__(self) -> Iterator[Any]:
         if self._stream is not None:
-            return self._read_stream(self._stream)
-        return self._read_indexes()
+            return self.read(self._read_stream(self._stream))
+        return self.read(self._read_indexes())
 
     # What the outer loop asks.
 
@@ -338,6 +348,9 @@ class LeasedLoader:
         self._data, self._loader = data, loader
 
     def __iter__(self) -> Iterator[Any]:
+        return self._data.read(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
         try:
             while self._data.has_more():
                 for batch in self._loader:
@@ -402,6 +415,8 @@ def read_terms(
     if stream is not None and not callable(stream):
         raise ValidationError("stream", stream, "expected a function of a position")
     if part is not None:
+        if not isinstance(part, list | tuple) or len(part) != 2:
+            raise ValidationError("part", part, "expected (number, count), as (0, 1) for all of it")
         check_int("part[1]", part[1], 1, processes)
         check_int("part[0]", part[0], 0, part[1] - 1)
     return make_terms(
@@ -418,10 +433,10 @@ def read_terms(
 
 def refuse_other_data(ours: Terms, theirs: Terms) -> None:
     """Raises ValidationError naming what is not that of the run."""
-    other = difference(ours, theirs)
-    if other is not None:
-        name, mine, value = other
-        raise ValidationError(f"data.{name}", mine, f"the run's data has {value!r}")
+    for name in ("length", "seed", "shuffle", "epochs", "fingerprint"):
+        mine, value = getattr(ours, name), getattr(theirs, name)
+        if mine != value:
+            raise ValidationError(f"data.{name}", mine, f"the run's data has {value!r}")
 
 
 def read_length(dataset: Any) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from copy import copy
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -127,8 +127,10 @@ class Cut:
         units = -(-self.size // unit)
         return [min(self.size, units * cell // self.cells * unit) for cell in range(self.cells + 1)]
 
-    def size_of(self, cell: int) -> int:
-        return self.bounds[cell + 1] - self.bounds[cell]
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many values each cell has."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
 
     def span(self, shard: int, process: int = 0, processes: int = 1) -> range:
         """The cells of a shard that a process carries: as `Manifest.span` has it."""
@@ -158,16 +160,15 @@ class Share:
         stop = cut.per_shard * (process + 1) // processes
         self.cells = range(cut.shards * first, cut.shards * stop)
         self.start, self.stop = cut.bounds[self.cells.start], cut.bounds[self.cells.stop]
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
+        self.size = self.stop - self.start
 
     def view(self, shards: int, cells: int) -> Share:
         """The same span in another cut, of whose cells it may hold parts."""
         if (shards, cells) == (self.cut.shards, self.cut.cells):
             return self
         share = copy(self)
+        share.__dict__.pop("parts", None)
+        share.__dict__.pop("slices", None)
         share.cut = cut = Cut(self.cut.size, shards, cells)
         # Cells without values at its ends are its own, too: somebody has to carry each.
         first = bisect_left(cut.bounds, self.start)
@@ -183,16 +184,20 @@ class Share:
         first = self.cells.start + (shard - self.cells.start) % shards
         return range(first, max(first, self.cells.stop), shards)
 
-    def slice_of(self, cell: int) -> slice:
-        """Where what is carried of a cell lies in the row."""
-        part = self.part_of(cell)
-        first = self.cut.bounds[cell] - self.start
-        return slice(first + part.start, first + part.stop)
+    @cached_property
+    def slices(self) -> dict[int, slice]:
+        """Where what is carried of each cell lies in the row."""
+        places = [min(max(each, self.start), self.stop) - self.start for each in self.cut.bounds]
+        return {cell: slice(places[cell], places[cell + 1]) for cell in self.cells}
 
-    def part_of(self, cell: int) -> slice:
-        """What of a cell is carried."""
-        first, stop = self.cut.bounds[cell : cell + 2]
-        return slice(max(first, self.start) - first, min(stop, self.stop) - first)
+    @cached_property
+    def parts(self) -> dict[int, slice]:
+        """What of each cell is carried."""
+        firsts = {cell: self.cut.bounds[cell] - self.start for cell in self.cells}
+        return {
+            cell: slice(each.start - firsts[cell], each.stop - firsts[cell])
+            for cell, each in self.slices.items()
+        }
 
 
 def overlap(ours: range, theirs: range) -> range:
@@ -232,9 +237,6 @@ class CellTable(NamedTuple):
     lengths: Sequence[int]
     checksums: Sequence[int]
 
-    def cut(self, start: int, stop: int) -> CellTable:
-        return CellTable(self.lengths[start:stop], self.checksums[start:stop])
-
 
 @lru_cache(maxsize=256)
 def _rows(count: int) -> struct.Struct:
@@ -263,7 +265,7 @@ def unpack_table(place: bytes, data: Buffer, count: int) -> CellTable:
     ):
         raise Damaged("not a table of cells")
     if found != place:
-        raise Damaged("made for another place, round or run")
+        raise Damaged("made for another position, round or run")
     words = _rows(count).unpack(view[_HEAD.size : -_CHECK.size])
     return CellTable(words[0::2], words[1::2])
 
@@ -334,7 +336,7 @@ class CellReader:
             start, stop = first + ends[self._wanted.start], first + ends[self._wanted.stop]
             self._reader.close()
             self._reader = self._store.reader(self._key, start, stop)
-        self._table = table.cut(self._wanted.start, self._wanted.stop)
+        self._table = CellTable(table.lengths[self._wanted], table.checksums[self._wanted])
         return self._table
 
     def take(self, size: int) -> memoryview:
@@ -418,7 +420,7 @@ class MemberInputs:
         self._members, self._numbers = members, numbers
         self._reads: list[Future[None]] = []
         self._cut = cut = values.share(manifest).cut
-        largest = max(map(cut.size_of, numbers), default=0)
+        largest = max((cut.sizes[cell] for cell in numbers), default=0)
         is_carried = is_memory and all(each in fragment.share.cells for each in numbers)
         is_here = is_carried and name not in fragment.overwritten
         codec, _ = values.codecs(manifest)
@@ -432,10 +434,11 @@ class MemberInputs:
         rows = 2 * len(self._readers) if self._is_ahead else min(1, len(self._readers))
         self._buffers = [np.empty(largest, np.float32) for _ in range(rows)]
 
-    def __enter__(self) -> MemberInputs:
-        return self
+    def cells(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        """Each cell, and the members' values of it. Raises BadInput, there or while they come."""
+        return self._cells_ahead() if self._is_ahead else self._cells_in_turn()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for read in self._reads:  # one that went on would write into memory that others have
             read.cancel()
             if not read.cancelled():
@@ -443,22 +446,15 @@ class MemberInputs:
         for reader in self._readers.values():
             reader.close()
 
-    def cells(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        """Each cell, and the members' values of it. Raises BadInput, there or while they come."""
-        return self._cells_ahead() if self._is_ahead else self._cells_in_turn()
-
-    def _own(self, cell: int) -> Vector:
-        return self._values.own_cell(self._fragment, cell)
-
     def _cells_in_turn(self) -> Iterator[tuple[int, Iterator[Vector]]]:
         """A file is read when it is added, so it is in the cache, and takes one row of memory."""
 
         def read(cell: int) -> Iterator[Vector]:
-            size = self._cut.size_of(cell)
+            size = self._cut.sizes[cell]
             for member in self._members:
                 reader = self._readers.get(member.rank)
                 if reader is None:
-                    yield self._own(cell)
+                    yield self._values.own_cell(self._fragment, cell)
                 else:
                     out = self._buffers[0][:size]
                     reader.read(cell, out)
@@ -472,7 +468,7 @@ class MemberInputs:
 
         def begin(turn: int) -> dict[int, Vector]:
             cell, first = self._numbers[turn], turn % 2 * len(ranks)
-            size = cut.size_of(cell)
+            size = cut.sizes[cell]
             rows = {rank: self._buffers[first + at][:size] for at, rank in enumerate(ranks)}
             self._reads = [
                 self._values.pool.submit(self._readers[rank].read, cell, rows[rank])
@@ -490,7 +486,9 @@ class MemberInputs:
             yield (
                 cell,
                 iter(
-                    ready[member.rank] if member.rank in ready else self._own(cell)
+                    ready[member.rank]
+                    if member.rank in ready
+                    else self._values.own_cell(self._fragment, cell)
                     for member in self._members
                 ),
             )
@@ -554,7 +552,7 @@ def _section_lengths(codec: Codec, cut: Cut, member: Member, process: int) -> li
     lengths = []
     for shard in range(cut.shards):
         numbers = cut.span(shard, process, member.processes)
-        size = 4 * sum(map(cut.size_of, numbers))
+        size = 4 * sum(cut.sizes[cell] for cell in numbers)
         lengths.append(table_size(len(numbers)) + size if numbers else 0)
     return lengths
 

@@ -68,12 +68,8 @@ class Look:
 
     @property
     def has_leaving(self) -> bool:
-        """Whether one that goes, or is gone, has handed in what it had."""
+        """Whether one that goes, or is gone, has uploaded what it had."""
         return any(each.header.is_leaving for each in self.there.values())
-
-    @property
-    def times(self) -> list[float]:
-        return sorted(each.time for each in self.there.values())
 
 
 class Decision(NamedTuple):
@@ -341,13 +337,14 @@ def make_manifest(
     cut = next((each for each in rests if each.layout != terms.layout), None)
     if cut is not None:  # values of two cuts do not go into one mean: all others are late
         ranks, rests = [], [each for each in rests if each.layout == cut.layout]
-    for reason, rank in _find_conflicts(look, ranks, terms):
-        ranks.remove(rank)
-        refused.append(Refusal(rank, look.there[rank].key, reason))
+    if terms.ledger is not None:
+        for reason, rank in _find_conflicts(look, ranks, terms.ledger, terms.world):
+            ranks.remove(rank)
+            refused.append(Refusal(rank, look.there[rank].key, reason))
     found = {each.member.rank: each.member for each in rests}
     found |= {rank: _make_member(look, rank) for rank in ranks if rank not in found}
     weights = cap_weights({rank: member.weight for rank, member in found.items()})
-    times = look.times
+    times = sorted(each.time for each in look.there.values())
     is_direct = (
         config.has_direct
         and len(found) <= 2
@@ -425,17 +422,15 @@ def _make_member(look: Look, rank: int) -> Member:
     )
 
 
-def _find_conflicts(look: Look, ranks: list[int], terms: Terms) -> list[tuple[str, int]]:
+def _find_conflicts(
+    look: Look, ranks: list[int], ledger: Ledger, world: int
+) -> list[tuple[str, int]]:
     """Members whose claims are good alone, but not beside the others'."""
-    if terms.ledger is None:
-        return []
     found: list[tuple[str, int]] = []
     while True:
         chosen = [rank for rank in ranks if rank not in {rank for _, rank in found}]
         try:
-            commit(
-                terms.ledger, claims_of(_make_member(look, rank) for rank in chosen), terms.world
-            )
+            commit(ledger, claims_of(_make_member(look, rank) for rank in chosen), world)
             return found
         except InvalidClaim as error:
             found += [(str(error), rank) for rank in error.ranks]

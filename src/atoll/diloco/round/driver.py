@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -139,6 +140,7 @@ class RoundDriver:
         self.machine = RoundMachine(config, memory, pace, ledger)
         self._store, self._pool = values.store, values.pool
         self._sizes: dict[str, int] = {}  # of uploads, as listed
+        self._beside: Future[None] | None = None
         self._is_leaving = False
         self._word_at = time.monotonic()
 
@@ -164,9 +166,9 @@ class RoundDriver:
         """Take the offer through its round; None: go on with the one before."""
         return self._call(lambda: self.machine.run(offer))
 
-    def hand_in(self, offer: fx.Offer | None, weights: tuple[float, ...]) -> fx.RoundResult:
+    def drain(self, offer: fx.Offer | None, weights: tuple[float, ...]) -> fx.RoundResult:
         """Store the rows of all fragments, with these weights, and leave."""
-        return self._call(lambda: self.machine.hand_in(offer, weights))
+        return self._call(lambda: self.machine.drain(offer, weights))
 
     def share_data(self, terms: Terms) -> None:
         """The replicas share their data: the run has a ledger from now on."""
@@ -205,27 +207,28 @@ class RoundDriver:
             problem = cause or error
             if isinstance(problem, BelowMinimumWorld | fx.Stuck):
                 request_all()  # where the ranks are that did not come
-            self._end_call(Word(error=portable(problem)), problem)
+            self.state = self.machine.state
+            if self.group.processes > 1 and not isinstance(problem, GroupLost):
+                self._end_call(Word(error=portable(problem)), is_error=True)
             if cause is not None:
                 raise cause from None
             raise
-        self._end_call(Word(result=result), None)
+        self.state = self.machine.state
+        if self.group.processes > 1:
+            self._end_call(Word(result=result), is_error=False)
         return result
 
-    def _end_call(self, word: Word, problem: BaseException | None) -> None:
+    def _end_call(self, word: Word, *, is_error: bool) -> None:
         """The last word of a call: all return or raise alike."""
-        self.state = self.machine.state
-        if self.group.processes == 1 or isinstance(problem, GroupLost):
-            return
         calls = self._memory.take_calls()
         try:
             self.group.broadcast_from_leader(word._replace(calls=calls, state=self.state))
         except GroupLost:
             # Where a collective was interrupted this one fails, too, and the others raise by that.
-            if problem is None:
+            if not is_error:
                 raise
 
-    def _drive(self, steps: Generator[Any, Any, R]) -> R:
+    def _drive(self, steps: Generator[Any, Any, R], *, is_beside: bool = False) -> R:
         answer: Any = None
         problem: Exception | None = None
         while True:
@@ -235,6 +238,8 @@ class RoundDriver:
                 return end.value  # type: ignore[no-any-return]
             answer, problem = None, None
             try:
+                if not is_beside and time.monotonic() - self._word_at > EMPTY_WORD_S:
+                    self._gather(None, is_empty=True)
                 answer = self._perform(effect)
             except GroupLost:
                 raise
@@ -243,6 +248,12 @@ class RoundDriver:
                 problem.__cause__ = error
             except Exception as error:
                 problem = error
+
+    def _drive_beside(self, steps: Generator[Any, Any, None]) -> None:
+        try:
+            self._drive(steps, is_beside=True)
+        except Exception:  # nobody waits for it, and its next turn may do better
+            log.exception("steps beside a round failed")
 
     def _follow(self) -> Any:
         while True:
@@ -289,8 +300,6 @@ class RoundDriver:
 
     def _perform(self, effect: Any) -> Any:
         """Perform an effect in the leader; what it says of values, in all processes."""
-        if time.monotonic() - self._word_at > EMPTY_WORD_S:
-            self._gather(None, is_empty=True)
         match effect:
             case fx.Sleep(seconds):
                 return self._sleep(seconds)
@@ -304,14 +313,22 @@ class RoundDriver:
                 return self._list(prefix, after)
             case fx.Put(key, body):
                 return self._store.put(self.values.key(key), body)
-            case fx.Create(key, body):
-                return self._store.create(self.values.key(key), body)
+            case fx.Create(key, body, after):
+                folders = [self.values.key(folder) for folder in after]
+                return self._store.create(self.values.key(key), body, after=folders)
             case fx.Delete(keys):
                 return self._store.delete(map(self.values.key, keys))
             case fx.Log(text):
                 return log.warning("%s", text)
-            case fx.Upload():
-                return self._upload(effect)
+            case fx.Beside(steps):
+                if self._beside is None or self._beside.done():
+                    self._beside = self._pool.submit(self._drive_beside, steps)
+                return None
+            case fx.Upload(key, _, header):
+                found = self._gather(effect)
+                if self.group.processes == 1:
+                    return found[0]
+                return self.values.put_header(key, header, found)
             case fx.MakeMeans(manifest, names):
                 return self._make_means(effect, manifest, names)
             case fx.ApplyMeans(manifest, names):
@@ -367,8 +384,9 @@ class RoundDriver:
         return time.monotonic()
 
     def _each(self, get: Callable[[str], bytes | None], keys: Iterable[str]) -> list[bytes | None]:
-        # A small file is read in less time than a thread is woken.
-        return each(self._pool, get, keys, 1 if self._store.is_folder else None)
+        if self._store.is_folder:  # a small file is read in less time than a thread is woken
+            return [get(key) for key in keys]
+        return each(self._pool, get, keys)
 
     def _get(self, key: str) -> bytes | None:
         body = self._store.find(self.values.key(key), max_bytes=MAX_SMALL_BYTES)
@@ -379,7 +397,7 @@ class RoundDriver:
         found = self._store.list(
             self.values.key(prefix).rstrip("/"), self.values.key(after) if after else None
         )
-        if prefix.startswith("upload"):
+        if prefix == "upload/" and after:  # of a round that is being decided
             self._sizes = {info.key[first:]: info.size for info in found}
         return [(info.key[first:], info.modified.timestamp()) for info in found]
 
@@ -390,12 +408,6 @@ class RoundDriver:
         # A header of one process takes some 450 bytes, and ten for each section.
         sections = 0 if self.values.codec.is_exact else self.config.shards
         return read_tail(self._store, self.values.key(key), size, 768 + 12 * sections)
-
-    def _upload(self, effect: fx.Upload) -> objects.UploadHeader:
-        found = self._gather(effect)
-        if self.group.processes == 1:
-            return found[0]  # type: ignore[no-any-return]
-        return self.values.put_header(effect.key, effect.header, found)
 
     def _make_means(
         self, effect: fx.MakeMeans, manifest: Manifest, names: tuple[str, ...]
@@ -411,7 +423,7 @@ class RoundDriver:
                 continue
             receipt = Receipt(manifest.digest, self.config.nonce, int(name), all(readable))
             key = self.values.key(objects.receipt_key(manifest.round, name))
-            self._store.create(key, objects.encode(receipt))
+            self._store.create(key, objects.encode(receipt), is_name_durable=False)
             answer[name] = True
         return answer
 
@@ -428,6 +440,8 @@ class RoundDriver:
             parts = self._gather(_StepDirect(manifest, good))
         else:
             parts = self._gather(effect)
+        if self.group.processes == 1:
+            return parts[0]  # type: ignore[no-any-return]
         return {name: _agree([part[name] for part in parts if name in part]) for name in names}
 
     def _read_receipt(self, manifest: Manifest, name: str) -> Outcome | None:

@@ -122,7 +122,7 @@ class RoundResult(NamedTuple):
 
     member: the offer is in the parameters. late: it goes with the next upload. dropped: it is gone,
     training goes on from the global values. left: the replica was told to go, and may; one with
-    several fragments hands in the others first.
+    several fragments uploads the others first.
     """
 
     fate: str
@@ -195,6 +195,17 @@ class Log:
     """Say something to the user. Answer: None."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Take these steps beside what comes next, in order. Answer: None, at once.
+
+    One at a time: steps that come while others go on are dropped. They are of small objects only,
+    and raise nothing.
+    """
+
+    steps: Steps[None]
 
 
 # -- Effects on values: with several processes, each performs its share ---------------------------
@@ -275,6 +286,7 @@ Effect = (
     | List
     | Sleep
     | Log
+    | Beside
     | Upload
     | MakeMeans
     | ApplyMeans

@@ -130,6 +130,18 @@ def probe_key(nonce: str) -> str:
     return f"probe/{nonce}"
 
 
+def folders_before(manifest: Manifest) -> tuple[str, ...]:
+    """The folders of what a manifest names, and of the means that its chain follows from."""
+    keys = []
+    if before := manifest.round:
+        keys = [f"{folder}/{before - 1:08d}/" for folder in ("mean", "receipt")]
+    for member in manifest.members:
+        uploads = [member.upload, *(each.upload for each in member.rest)]
+        keys += uploads
+        keys += [part_key(each, 0) for each in uploads if member.processes > 1]
+    return tuple(sorted({key.rpartition("/")[0] for key in keys}))
+
+
 def from_round(folder: str, round: int) -> str:
     """The `after` of a LIST that shows the objects of `round` and of later rounds."""
     return f"{folder}/{max(round, 0):08d}" if folder != "manifest" else manifest_key(round - 1)
@@ -300,8 +312,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of all means; in a direct round, of all receipts. None where nobody trained."""
-        if not self.has_work:
-            return ()
+        if not any(member.weight for member in self.members):
+            return ()  # a round without work must not move the parameters
         if self.plan == DIRECT:
             return tuple(f"{each.rank:05d}" for each in self.members if each.weight)
         return tuple(
@@ -309,11 +321,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
             for shard in range(self.shards)
             for part in _parts_with_cells(len(self.span(shard, 0, 1)), self.parts_of(shard))
         )
-
-    @property
-    def has_work(self) -> bool:
-        """Whether anybody trained. A round without work must not move the parameters."""
-        return any(member.weight for member in self.members)
 
     @property
     def total_weight(self) -> float:

@@ -81,7 +81,8 @@ class Pace:
         if self._fixed_s is not None:
             return min(self._fixed_s, self._longest_s)
         learned = 4 * max(self._spreads) if self._spreads else FIRST_GRACE_S
-        return min(_clamp(_clamp(learned) * 2**self._doublings), self._longest_s)
+        doubled = max(MIN_GRACE_S, learned) * 2.0**self._doublings
+        return min(doubled, MAX_GRACE_S, self._longest_s)
 
     @property
     def owner_grace_s(self) -> float:
@@ -89,7 +90,7 @@ class Pace:
         if self._fixed_s is not None:
             return min(self._fixed_s, self._longest_s)
         learned = 4 * max(self._makes) if self._makes else FIRST_OWNER_GRACE_S
-        return min(_clamp(learned), self._longest_s)
+        return min(max(MIN_GRACE_S, learned), MAX_GRACE_S, self._longest_s)
 
     def note_manifest(self, manifest: Manifest) -> None:
         """Learn how long stragglers take: all replicas learn the same from a manifest."""
@@ -114,7 +115,3 @@ class Pace:
     def note_make(self, seconds: float) -> None:
         """This replica took so long to make its own means."""
         self._makes.append(seconds)
-
-
-def _clamp(seconds: float) -> float:
-    return max(MIN_GRACE_S, min(seconds, MAX_GRACE_S))

@@ -20,38 +20,8 @@ from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ledger import Terms as DataTerms
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round import decide, gc, objects
+from atoll.diloco.round import effects as fx
 from atoll.diloco.round.decide import Decision, Look, Terms
-from atoll.diloco.round.effects import (
-    DROPPED,
-    FOREIGN,
-    LATE,
-    LEFT,
-    MEMBER,
-    ApplyMeans,
-    Create,
-    Delete,
-    EndMark,
-    Get,
-    GetAll,
-    Headers,
-    List,
-    LoadCheckpoint,
-    LocalMemory,
-    Log,
-    MakeMeans,
-    Offer,
-    Put,
-    RoundConfig,
-    RoundResult,
-    RunState,
-    SaveCheckpoint,
-    Sleep,
-    Steps,
-    StoreError,
-    StoreIgnoresConditions,
-    Stuck,
-    Upload,
-)
 from atoll.diloco.round.objects import (
     Checkpoint,
     DamagedObject,
@@ -76,10 +46,10 @@ class _Leave(Exception):
 
 
 @dataclass
-class _HandingIn:
-    """What one that leaves has not handed in yet: weights by fragment, and what to say of them."""
+class _Draining:
+    """What one that leaves has not uploaded yet: weights by fragment, and what to say of them."""
 
-    offer: Offer
+    offer: fx.Offer
     left: dict[int, float]
 
 
@@ -90,7 +60,11 @@ class RoundMachine:
     """
 
     def __init__(
-        self, config: RoundConfig, memory: LocalMemory, pace: Pace, ledger: Ledger | None = None
+        self,
+        config: fx.RoundConfig,
+        memory: fx.LocalMemory,
+        pace: Pace,
+        ledger: Ledger | None = None,
     ) -> None:
         self.config, self.memory, self.pace = config, memory, pace
         self.is_leaving = False
@@ -102,7 +76,7 @@ class RoundMachine:
         self.departed: tuple[Departed, ...] = ()
         self.needs_join = True
         # The offer whose round is not over: nobody may touch the row meanwhile.
-        self.offer: Offer | None = None
+        self.offer: fx.Offer | None = None
         self.header: UploadHeader | None = None  # as stored; None: no upload of it is
         self.uploads: list[str] = []  # all keys that its row was, or may have been, stored under
         self._serial = 0
@@ -110,7 +84,7 @@ class RoundMachine:
         self._is_current = False  # the last upload was in its round, so nothing was missed
         self._is_shared = False  # a committed round, or a checkpoint, has the ledger
         self._is_established = False  # was a member beside others since it was opened
-        self._handing_in: _HandingIn | None = None
+        self._draining: _Draining | None = None
         self._joins = 0
         self._opened = 0.0  # the store's time
         self._want, self._sums, self._next_s = 0, dict[str, str](), 0.0  # as last offered
@@ -120,50 +94,45 @@ class RoundMachine:
         self._saved = self._covered = 0  # rounds of checkpoints, as far as it is known
 
     @property
-    def is_pending(self) -> bool:
-        """Whether an offer was made and it is not known yet what became of it."""
-        return self.offer is not None
-
-    @property
-    def state(self) -> RunState:
-        return RunState(
+    def state(self) -> fx.RunState:
+        return fx.RunState(
             *(self.round, self.chain, self.last, self.ledger, self.steps, self.tokens),
-            is_pending=self.is_pending,
+            is_pending=self.offer is not None,
             manifest_at=self._manifest_at,
             is_current=self._is_current,
         )
 
     # -- The calls ------------------------------------------------------------------------------
 
-    def open(self) -> Steps[RoundResult]:
+    def open(self) -> fx.Steps[fx.RoundResult]:
         """Check the store, and join the run."""
         config = self.config
         key = objects.probe_key(config.nonce)
-        yield Create(key, b"probe")
-        if (yield Create(key, b"probe")):
-            raise StoreIgnoresConditions(
+        yield fx.Create(key, b"probe")
+        if (yield fx.Create(key, b"probe")):
+            raise fx.StoreIgnoresConditions(
                 f"the store created {key} twice: it ignores conditional writes (If-None-Match), "
                 "without which replicas cannot agree. Use a store or a gateway that has them"
             )
         self._opened = max(
-            (time for each, time in (yield List("probe/")) if each == key), default=0
+            (time for each, time in (yield fx.List("probe/")) if each == key), default=0
         )
         marks = (objects.DONE, objects.FAILED, objects.LEFT)
         own = (objects.ended_key(config.launch, config.rank, how) for how in marks)
-        yield Delete((key, *own))
+        yield fx.Delete((key, *own))
         yield from self._join()
-        yield from self._commit_handed_in()
-        return self._result(DROPPED)
+        yield from self._commit_drained()
+        return self._result(fx.DROPPED)
 
-    def _commit_handed_in(self) -> Steps[None]:
-        """Where all were told to leave, nobody was there to commit what they handed in."""
+    def _commit_drained(self) -> fx.Steps[None]:
+        """Where all were told to leave, nobody was there to commit what they uploaded."""
         try:
             while not self.is_leaving and (
                 self._is_deserted or (yield from self._look({})).has_leaving
             ):
                 yield from self._run(self._make_empty_offer())
         except BelowMinimumWorld as reason:
-            yield Log(f"what was handed in is not committed yet: {reason}")
+            yield fx.Log(f"what this replica uploaded is not committed yet: {reason}")
 
     @property
     def _is_deserted(self) -> bool:
@@ -171,10 +140,10 @@ class RoundMachine:
         is_empty = self.last is not None and not self.last.present
         return is_empty and bool(decide.find_rests(self._terms))
 
-    def prepare(self) -> Steps[RoundResult | None]:
+    def prepare(self) -> fx.Steps[fx.RoundResult | None]:
         """Settle what is open, so that the row may be changed. None: nothing was."""
         result = None
-        if self.needs_join or self.is_pending:
+        if self.needs_join or self.offer is not None:
             result = yield from self.run(None)
         if not self._is_current and not self.is_leaving:
             try:
@@ -184,55 +153,55 @@ class RoundMachine:
                 result = yield from self._take_empty_round()
         return result
 
-    def is_behind(self) -> Steps[bool]:
+    def is_behind(self) -> fx.Steps[bool]:
         """Whether `prepare` would change the values, by what is known or in the store."""
-        if self.is_pending or self.needs_join:
+        if self.needs_join or self.offer is not None:
             return True
         if self._is_current:
             return False
         return (yield from self._has_later_manifest(self.round - 1))
 
-    def run(self, offer: Offer | None) -> Steps[RoundResult]:
+    def run(self, offer: fx.Offer | None) -> fx.Steps[fx.RoundResult]:
         """Take an offer through one round; None: go on with the one before."""
         joins = self._joins
         result = yield from self._run(offer)
         return result if self._joins == joins else (yield from self._take_empty_round())
 
-    def _take_empty_round(self) -> Steps[RoundResult]:
+    def _take_empty_round(self) -> fx.Steps[fx.RoundResult]:
         """One that had to join again takes a round at once, with an offer of nothing.
 
         So the others wait for it next time: a slow one that trained first would stay behind for
         ever.
         """
-        result = self._result(DROPPED)
+        result = self._result(fx.DROPPED)
         if not self.is_leaving:
             result = yield from self._run(self._make_empty_offer())
-        return result if result.fate == LEFT else self._result(DROPPED)
+        return result if result.fate == fx.LEFT else self._result(fx.DROPPED)
 
-    def _run(self, offer: Offer | None) -> Steps[RoundResult]:
-        rows = self._handing_in
+    def _run(self, offer: fx.Offer | None) -> fx.Steps[fx.RoundResult]:
+        rows = self._draining
         if rows is not None:  # an earlier call has failed in the midst of it
             if offer is not None:
                 rows.left[self.round % len(self.config.cells)] = offer.weight * offer.is_finite
                 rows.offer = rows.offer.with_later(offer)
-            return (yield from self.hand_in(None, ()))
+            return (yield from self.drain(None, ()))
         if offer is not None:
             self._take_offer(offer)
         try:
             if self.needs_join:
                 raise _Behind("a join had failed")
-            assert self.is_pending, "there is nothing to go on with"
+            assert self.offer is not None, "there is nothing to continue from"
             manifest = yield from self._decide_round()
-            refusal = self._find_refusal(manifest)
+            refusal = self._find_refusal(manifest) if manifest.refused else ""
             fate = yield from self._complete(manifest)
         except _Leave:
-            if len(self.config.cells) == 1:  # else the other fragments are handed in before it goes
+            if len(self.config.cells) == 1:  # else the other fragments are uploaded before it goes
                 assert self.offer is not None
-                return (yield from self.hand_in(None, (self.offer.weight,)))
-            return self._result(LEFT)
+                return (yield from self.drain(None, (self.offer.weight,)))
+            return self._result(fx.LEFT)
         except _Behind as reason:
             yield from self._join(str(reason))
-            return self._result(DROPPED)
+            return self._result(fx.DROPPED)
         yield from self._tidy(manifest)
         if refusal and not self._is_established:
             raise decide.make_unlike(
@@ -240,7 +209,7 @@ class RoundMachine:
             )
         return self._result(fate)
 
-    def hand_in(self, offer: Offer | None, weights: tuple[float, ...]) -> Steps[RoundResult]:
+    def drain(self, offer: fx.Offer | None, weights: tuple[float, ...]) -> fx.Steps[fx.RoundResult]:
         """Store the rows of all fragments, with these weights, and go.
 
         The round of the first of them commits the others, too: the members of the next rounds take
@@ -249,28 +218,28 @@ class RoundMachine:
         that from then on finds it in the next round. `offer` says what came since the one that is
         pending, if there is one. Called again after an error, it goes on.
         """
-        offer, count = offer or Offer(0.0, 0), len(self.config.cells)
-        if self._handing_in is None:
+        offer, count = offer or fx.Offer(0.0, 0), len(self.config.cells)
+        if self._draining is None:
             left = {at: weight * offer.is_finite for at, weight in enumerate(weights)}
             if self.offer is not None:
                 left[self.round % count] = self.offer.weight
                 offer = self.offer.with_later(offer)
-            self._handing_in = _HandingIn(offer, left)
-        self.is_leaving, rows = True, self._handing_in
+            self._draining = _Draining(offer, left)
+        self.is_leaving, rows = True, self._draining
         is_stored = False
         try:
             while any(rows.left.values()) and not self.needs_join:
                 manifest = (yield from self._read_manifest(self.round)) if self.uploads else None
                 if manifest is None and is_stored:
-                    return self._result(LEFT)
+                    return self._result(fx.LEFT)
                 if manifest is None:
                     is_there = self.header is not None and count == 1
                     if not is_there:
-                        yield from self._hand_in_rows(rows)
+                        yield from self._drain_rows(rows)
                     yield from self.leave(objects.LEFT)
                     if self.header is not None and not self.header.is_leaving:
                         # Nobody carries it over: one who had looked before it was stored decides.
-                        yield Sleep(STAGGER_S)
+                        yield fx.Sleep(STAGGER_S)
                     is_stored = True
                     continue
                 member = manifest.member(self.config.rank)
@@ -280,26 +249,26 @@ class RoundMachine:
                         break
                 fragment, is_stored = self.round % count, False
                 fate = yield from self._complete(manifest)
-                if fate == DROPPED:
+                if fate == fx.DROPPED:
                     break
-                if fate == MEMBER and member:
+                if fate == fx.MEMBER and member:
                     rows.left[fragment] = 0.0
                     rows.offer = rows.offer.without(member)
         except _Behind as reason:
-            yield Log(f"rank {self.config.rank} leaves, and what it had is dropped: {reason}")
+            yield fx.Log(f"rank {self.config.rank} leaves, and what it had is dropped: {reason}")
             self._drop()
             rows.left.clear()
         yield from self.leave(objects.LEFT)
-        return self._result(LEFT)
+        return self._result(fx.LEFT)
 
-    def leave(self, how: str) -> Steps[None]:
+    def leave(self, how: str) -> fx.Steps[None]:
         """Tell the others not to wait for this rank: it is done, has failed or left."""
         key = objects.ended_key(self.config.launch, self.config.rank, how)
-        yield Put(key, f"{self.round} {self.chain}".encode())
+        yield fx.Put(key, f"{self.round} {self.chain}".encode())
 
-    def finish(self, *, is_told: bool = True) -> Steps[list[EndMark]]:
+    def finish(self, *, is_told: bool = True) -> fx.Steps[list[fx.EndMark]]:
         """Take every round that is decided, say that this rank is done, and where others were."""
-        if self.needs_join or self.is_pending:
+        if self.needs_join or self.offer is not None:
             yield from self.run(None)
         try:  # others may have gone on since the last round of this replica
             yield from self._catch_up()
@@ -309,19 +278,19 @@ class RoundMachine:
             yield from self.leave(objects.DONE)
         launch, rank = self.config.launch, self.config.rank
         found = {}
-        for key, _ in (yield List(objects.ended_prefix(launch))):
+        for key, _ in (yield fx.List(objects.ended_prefix(launch))):
             ended = objects.parse_ended(key, launch)
             if ended and ended[1] == objects.DONE and ended[0] != rank:
                 found[key] = ended[0]
-        bodies = (yield GetAll(tuple(found))) if found else {}
+        bodies = (yield fx.GetAll(tuple(found))) if found else {}
         marks = ((rank, objects.read_ended(bodies[key])) for key, rank in found.items())
-        return [EndMark(rank, *where) for rank, where in marks if where is not None]
+        return [fx.EndMark(rank, *where) for rank, where in marks if where is not None]
 
-    def save(self) -> Steps[bool]:
+    def save(self) -> fx.Steps[bool]:
         """Save a checkpoint of this moment."""
         return (yield from self._save())
 
-    def share_data(self, terms: DataTerms) -> Steps[None]:
+    def share_data(self, terms: DataTerms) -> fx.Steps[None]:
         """The replicas share their data from now on, unless the run has a ledger already."""
         if self.ledger is None:
             self.ledger = ledgers.begin(terms, self.round)
@@ -330,12 +299,12 @@ class RoundMachine:
 
     # -- Joining --------------------------------------------------------------------------------
 
-    def _join(self, reason: str = "") -> Steps[None]:
+    def _join(self, reason: str = "") -> fx.Steps[None]:
         """Load the newest checkpoint and take every round since. What is owed is dropped."""
         self._drop()
         self._joins += 1
         if reason:
-            yield Log(f"rank {self.config.rank} joins again: {reason}")
+            yield fx.Log(f"rank {self.config.rank} joins again: {reason}")
         started = yield from self._sleep(0)
         while True:
             # Values may be half of one state and half of another until this is done.
@@ -348,25 +317,26 @@ class RoundMachine:
                 missing = str(again)
                 self._drop()
             if self._now - started > self.config.timeout_s:
-                raise Stuck(f"checkpoint/ cannot be joined: {missing}")
+                raise fx.Stuck(f"checkpoint/ cannot be joined: {missing}")
             yield from self._sleep(self.pace.pause_s(self._now - started))
 
     def _drop(self) -> None:
         """Drop what is owed: nobody can know what of it was counted."""
         self.memory.drop()
+        self._is_current = False
         self.offer = self.header = None
         self.uploads.clear()
 
-    def _load_checkpoint(self) -> Steps[str]:
+    def _load_checkpoint(self) -> fx.Steps[str]:
         """Load the newest checkpoint that is whole; else say what is missing."""
         checkpoints = yield from gc.list_checkpoints()
         for each in checkpoints:
             if (yield from gc.is_contradicted(each)):
                 continue  # nobody goes on from there
             key = objects.checkpoint_key(*each)
-            meta: Checkpoint | None = yield LoadCheckpoint(key)
+            meta: Checkpoint | None = yield fx.LoadCheckpoint(key)
             if meta is None:
-                yield Log(f"{key} is not whole: an older checkpoint is taken")
+                yield fx.Log(f"{key} is incomplete: an older checkpoint is used")
                 continue
             self.round, self.chain, self.last = meta.round, meta.chain, meta.last
             self.steps, self.tokens, self.departed = meta.steps, meta.tokens, meta.departed
@@ -378,9 +348,9 @@ class RoundMachine:
             self.needs_join = self._is_current = False
             return ""
         if checkpoints:
-            return f"none of {len(checkpoints)} checkpoints is whole"
+            return f"none of {len(checkpoints)} checkpoints is complete"
         if (yield from self._has_later_manifest(-1)):
-            raise Stuck("checkpoint/ has no object, but rounds were committed: restore it")
+            raise fx.Stuck("checkpoint/ has no object, but rounds were committed: restore it")
         if self.config.rank:
             started = yield from self._sleep(0)
             while self._now - started < START_S:
@@ -398,7 +368,7 @@ class RoundMachine:
         elif self.ledger is not None:
             self.ledger = ledgers.begin(self.ledger.terms, meta.round)
 
-    def _catch_up(self) -> Steps[None]:
+    def _catch_up(self) -> fx.Steps[None]:
         """Take every round that is decided, in order: none is passed over."""
         while True:
             manifest = yield from self._read_manifest(self.round)
@@ -413,7 +383,7 @@ class RoundMachine:
 
     # -- Upload and manifest --------------------------------------------------------------------
 
-    def _decide_round(self) -> Steps[Manifest]:
+    def _decide_round(self) -> fx.Steps[Manifest]:
         """Store the upload, then wait for the manifest of the round, or decide it."""
         config, round = self.config, self.round
         if self.uploads and self.header is None:
@@ -425,7 +395,9 @@ class RoundMachine:
             yield from self._upload()
         started = yield from self._sleep(0)
         first_s = self.pace.first_look_s("manifest")
-        turn_s = first_s + self._place * STAGGER_S
+        is_idle = self.offer is not None and not self.offer.weight
+        turn = decide.find_turn(self.last, config.rank, config.world, is_idle=is_idle)
+        turn_s = first_s + turn * STAGGER_S
         headers: dict[str, UploadHeader | None] = {}
         quorum_at: float | None = None
         has_saved = has_said = False
@@ -436,7 +408,7 @@ class RoundMachine:
             is_timeout = waited > config.timeout_s
             manifest = None
             # The first in turn asks now and then: somebody may have decided while it slept.
-            if waited < turn_s or self._place or looks % 4 == 3:
+            if waited < turn_s or turn or looks % 4 == 3:
                 manifest = yield from self._read_manifest(round)
             looks += 1
             decision = Decision(None, (), False)
@@ -445,9 +417,10 @@ class RoundMachine:
                 if look.has_later:
                     manifest = yield from self._read_manifest(round)
                     if manifest is None:
-                        raise _Behind(f"round {round} was decided, and its manifest is gone")
+                        raise _Behind(f"round {round} was decided, and its manifest is missing")
                     return manifest
-                yield from self._check_unlike(look)
+                if look.unlike:
+                    yield from self._check_unlike(look)
                 decision = self._decide(look, quorum_at, is_timeout=is_timeout)
                 if decision.has_quorum and quorum_at is None:
                     quorum_at = self._now
@@ -458,7 +431,7 @@ class RoundMachine:
                     has_said = True
                     ranks = ", ".join(map(str, decision.missing))
                     count = len(config.together)
-                    yield Log(f"waiting for ranks {ranks} of {count} before the first round")
+                    yield fx.Log(f"waiting for ranks {ranks} of {count} before the first round")
                 if decision.ranks is not None:
                     manifest = yield from self._create_manifest(look, decision)
                 elif waited > self.pace.straggler_grace_s:
@@ -474,8 +447,8 @@ class RoundMachine:
                 raise decide.make_below_minimum(look, decision, round, config.timeout_s)
             yield from self._sleep(self.pace.pause_s(waited - first_s))
 
-    def _upload(self, later: Sequence[float] = ()) -> Steps[None]:
-        """Store the row, and those of the next rounds, if they are handed in with these weights.
+    def _upload(self, later: Sequence[float] = ()) -> fx.Steps[None]:
+        """Store the row, and those of the next rounds, if they are uploaded with these weights.
 
         The key is new each time: a manifest may name any of them.
         """
@@ -510,15 +483,15 @@ class RoundMachine:
             want=0 if is_leaving else offer.want,
             end=offer.end,
             sums=offer.sums,
-            is_leaving=is_leaving and (self._handing_in is not None or len(config.cells) == 1),
+            is_leaving=is_leaving and (self._draining is not None or len(config.cells) == 1),
             rest=rest,
         )
         self.uploads.append(key)
-        self.header = yield Upload(key, self.round, header)
-        if is_leaving and self._handing_in is None:
+        self.header = yield fx.Upload(key, self.round, header)
+        if is_leaving and self._draining is None:
             raise _Leave
 
-    def _hand_in_rows(self, rows: _HandingIn) -> Steps[None]:
+    def _drain_rows(self, rows: _Draining) -> fx.Steps[None]:
         """One upload with the rows of all fragments, in the order of the rounds they belong to."""
         count = len(self.config.cells)
         order = [rows.left[(self.round + ahead) % count] for ahead in range(count)]
@@ -526,17 +499,17 @@ class RoundMachine:
         self.offer = rows.offer._replace(weight=order[0])
         yield from self._upload(order[1:])
 
-    def _take_offer(self, offer: Offer) -> None:
-        assert not self.is_pending, "prepare() comes first"
+    def _take_offer(self, offer: fx.Offer) -> None:
+        assert self.offer is None, "prepare() comes first"
         self.offer = offer
         self._want, self._next_s = offer.want, offer.next_s or self._next_s
         self._sums = offer.sums or self._sums
         if not offer.is_finite:
             self.memory.drop()
 
-    def _make_empty_offer(self) -> Offer:
+    def _make_empty_offer(self) -> fx.Offer:
         """An offer of one that has not trained, and keeps the data that it holds."""
-        return Offer(0.0, 0, want=max(self._want, ranges.size(self.hold)), sums=self._sums)
+        return fx.Offer(0.0, 0, want=max(self._want, ranges.size(self.hold)), sums=self._sums)
 
     @property
     def _is_empty_handed(self) -> bool:
@@ -544,7 +517,7 @@ class RoundMachine:
         offer = self.offer
         return offer is not None and not offer.weight and not offer.claim
 
-    def _check_unlike(self, look: Look) -> Steps[None]:
+    def _check_unlike(self, look: Look) -> fx.Steps[None]:
         """Raise where another replica has other settings, in the first rounds of this one.
 
         Only if it has lived since this one was opened: what is left of an earlier life of the run,
@@ -573,14 +546,9 @@ class RoundMachine:
         reasons = [each.reason for each in manifest.refused if each.upload in self.uploads]
         return reasons[-1] if is_unlike and reasons else ""
 
-    @property
-    def _place(self) -> int:
-        is_idle = self.offer is not None and not self.offer.weight
-        return decide.find_turn(self.last, self.config.rank, self.config.world, is_idle=is_idle)
-
-    def _look(self, headers: dict[str, UploadHeader | None]) -> Steps[Look]:
+    def _look(self, headers: dict[str, UploadHeader | None]) -> fx.Steps[Look]:
         """List the uploads and read the headers that are new."""
-        listing = yield List("upload/", objects.from_round("upload", self.round - 1))
+        listing = yield fx.List("upload/", objects.from_round("upload", self.round - 1))
         if self.header is not None:
             headers[self.uploads[-1]] = self.header
         folder = objects.from_round("upload", self.round) + "/"
@@ -588,21 +556,17 @@ class RoundMachine:
         keys += decide.find_left_over(listing, self.round, self.last)
         new = tuple(key for key in keys if key not in headers)
         if new:
-            bodies = yield Headers(new)
+            bodies = yield fx.Headers(new)
             headers.update(decide.read_headers(bodies))
         return decide.examine(listing, headers, self._terms, self.last, self.config.launch)
-
-    def _expected(self, look: Look) -> set[int]:
-        config, last = self.config, self.last
-        members = {each.rank for each in last.present} if last else {*range(config.world)}
-        return {rank for rank in members | look.late if rank < config.world} | {config.rank}
 
     def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
         config, last = self.config, self.last
         grace_s = self.pace.straggler_grace_s
+        members = {each.rank for each in last.present} if last else {*range(config.world)}
         return decide.decide_manifest(
             look.there,
-            self._expected(look),
+            {rank for rank in members | look.late if rank < config.world} | {config.rank},
             look.ended,
             config.quorum if last else max(config.quorum, config.first_quorum),
             config.world,
@@ -611,12 +575,12 @@ class RoundMachine:
             is_timeout=is_timeout,
         )
 
-    def _create_manifest(self, look: Look, decision: Decision) -> Steps[Manifest]:
+    def _create_manifest(self, look: Look, decision: Decision) -> fx.Steps[Manifest]:
         if decision.missing:
-            yield Log(f"round {self.round} goes on without ranks {list(decision.missing)}")
+            yield fx.Log(f"round {self.round} continues without ranks {list(decision.missing)}")
         manifest = decide.make_manifest(look, decision, self._terms, self.config, self._next_s)
         key = objects.manifest_key(self.round)
-        if (yield Create(key, objects.encode(manifest))):
+        if (yield fx.Create(key, objects.encode(manifest), objects.folders_before(manifest))):
             return manifest
         stored = yield from self._read_manifest(self.round)
         if stored is None:
@@ -625,10 +589,10 @@ class RoundMachine:
 
     # -- Means and outer step -------------------------------------------------------------------
 
-    def _complete(self, manifest: Manifest, *, is_new: bool = True) -> Steps[str]:
+    def _complete(self, manifest: Manifest, *, is_new: bool = True) -> fx.Steps[str]:
         """Make the own means, apply all, and commit in memory. Answers what became of the offer."""
         if manifest.chain != self.chain:
-            raise _Behind(f"round {manifest.round} goes on from another state")
+            raise _Behind(f"round {manifest.round} continues from another state")
         if self._begun not in ("", manifest.digest):
             raise _Behind(f"round {manifest.round} has two manifests, and one is half applied")
         self._begun = manifest.digest
@@ -648,7 +612,7 @@ class RoundMachine:
 
     def _apply_all(
         self, manifest: Manifest, outcomes: dict[str, Outcome], *, is_new: bool
-    ) -> Steps[None]:
+    ) -> fx.Steps[None]:
         """Apply the means of the others as they come, and make those that do not."""
         started, timeout_s = self._now, self.config.timeout_s
         first_s = self.pace.first_look_s("means") if is_new else 0.0
@@ -680,7 +644,7 @@ class RoundMachine:
                 yield from self._check_newer_checkpoint(manifest)
             if waited > timeout_s:
                 key = objects.mean_key if manifest.plan == objects.FLAT else objects.receipt_key
-                raise Stuck(
+                raise fx.Stuck(
                     f"{key(manifest.round, missing[0])} is needed, but not there or damaged"
                 )
             yield from self._sleep(self.pace.pause_s(waited - first_s))
@@ -702,8 +666,8 @@ class RoundMachine:
 
     def _make_means(
         self, manifest: Manifest, names: tuple[str, ...], outcomes: dict[str, Outcome]
-    ) -> Steps[None]:
-        made = yield MakeMeans(manifest, names)
+    ) -> fx.Steps[None]:
+        made = yield fx.MakeMeans(manifest, names)
         lacking = tuple(name for name in names if made[name] is None)
         if not lacking:
             return
@@ -712,23 +676,23 @@ class RoundMachine:
         lacking = tuple(name for name in lacking if name not in outcomes)
         if lacking:
             if (yield from self._has_later_manifest(manifest.round)):
-                raise _Behind(f"round {manifest.round} is over, and its uploads are gone")
-            yield MakeMeans(manifest, lacking, exclude_missing=True)
+                raise _Behind(f"round {manifest.round} is over, and its uploads no longer exist")
+            yield fx.MakeMeans(manifest, lacking, exclude_missing=True)
 
     def _apply(
         self, manifest: Manifest, names: tuple[str, ...], outcomes: dict[str, Outcome]
-    ) -> Steps[bool]:
+    ) -> fx.Steps[bool]:
         """Apply what is there. Answers whether all of it is."""
         new = tuple(name for name in names if name not in outcomes)
-        found = (yield ApplyMeans(manifest, new)) if new else {}
+        found = (yield fx.ApplyMeans(manifest, new)) if new else {}
         for name, outcome in found.items():
-            if outcome == FOREIGN:
+            if outcome == fx.FOREIGN:
                 raise _Behind(f"the mean {name} of round {manifest.round} is not of this replica")
             if outcome is not None:
                 outcomes[name] = outcome
         return all(name in outcomes for name in names)
 
-    def _check_newer_checkpoint(self, manifest: Manifest) -> Steps[None]:
+    def _check_newer_checkpoint(self, manifest: Manifest) -> fx.Steps[None]:
         """Those who could make what is missing may have gone on: follow them."""
         newest = (yield from gc.list_checkpoints())[:1]
         if newest and newest[0].round > manifest.round:
@@ -736,7 +700,8 @@ class RoundMachine:
 
     def _commit(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:
         """Fold the round into memory. Nothing waits here: it happens whole or not at all."""
-        self._fold_ledger(manifest)
+        if manifest.data is not None or self.ledger is not None:
+            self._fold_ledger(manifest)
         self.steps += max((member.steps for member in manifest.members), default=0)
         self.tokens += sum(member.tokens for member in manifest.members)
         self.departed = decide.fold_departed(self.departed, manifest)
@@ -745,10 +710,10 @@ class RoundMachine:
         self._begun = ""
         fate = self._settle(manifest, outcomes)
         self.memory.end(manifest)
-        if fate == DROPPED:
+        if fate == fx.DROPPED:
             self.memory.drop()
-        self._is_current = fate == MEMBER
-        self._is_established |= fate == MEMBER and len(manifest.present) > 1
+        self._is_current = fate == fx.MEMBER
+        self._is_established |= fate == fx.MEMBER and len(manifest.present) > 1
         self.last = manifest
         self.offer = self.header = None
         self.uploads.clear()
@@ -760,8 +725,8 @@ class RoundMachine:
     def _fold_ledger(self, manifest: Manifest) -> None:
         """The ledger is that of the rounds, whenever this replica came to have one."""
         if manifest.data is None:
-            if self.ledger is not None:
-                self.ledger = ledgers.begin(self.ledger.terms, self.round + 1)
+            assert self.ledger is not None
+            self.ledger = ledgers.begin(self.ledger.terms, self.round + 1)
             return
         if self.ledger is None or not self._is_shared:
             self.ledger = ledgers.begin(manifest.data, manifest.round)
@@ -775,45 +740,54 @@ class RoundMachine:
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:
         """What became of the row."""
         member = manifest.member(self.config.rank)
-        fate, claim = LATE, Ranges()
+        fate, claim = fx.LATE, Ranges()
         if member is not None and member.upload in self.uploads:
             self.memory.settle(manifest, outcomes)
-            fate, claim = MEMBER, member.claim
+            fate, claim = fx.MEMBER, member.claim
         elif any(each.upload in self.uploads for each in manifest.refused):
-            return DROPPED
+            return fx.DROPPED
         elif member is not None and not member.has_left:
-            return DROPPED  # another process counted for this rank
+            return fx.DROPPED  # another process counted for this rank
         if self.ledger is None:
             return fate
         # Honesty: work on data that is no longer this rank's to train on must not be brought.
         is_honest = ranges.is_inside(ranges.minus(self.memory.fresh, claim), self.hold)
-        return fate if is_honest else DROPPED
+        return fate if is_honest else fx.DROPPED
 
     # -- After the round ------------------------------------------------------------------------
 
-    def _tidy(self, manifest: Manifest) -> Steps[None]:
+    def _tidy(self, manifest: Manifest) -> fx.Steps[None]:
         """Save and sweep, if this replica has decided the round. The round is over in any case."""
         config, round = self.config, self.round
         if manifest.decided_by != config.nonce:
             return
         try:
             every = config.checkpoint_every
-            if round % every == 0 or (yield from self._is_overdue()):
+            is_due = round % every == 0
+            if not is_due and round - self._saved > every:  # others may have saved
+                self._saved = max((c.round for c in (yield from gc.list_checkpoints())), default=0)
+                is_due = round - self._saved > every
+            if is_due:
                 yield from self._save()
-                self._saved, self._covered = yield from gc.sweep(self._taken)
                 self._forget()
+                yield fx.Beside(self._sweep(self._taken, is_all=True))
             elif round % config.keep == 0 and objects.FLAT in self._plans.values():
-                yield from gc.sweep_uploads(self._taken, self._covered)
-        except (StoreError, DamagedObject) as error:
-            yield Log(f"rank {config.rank} could not save or sweep after round {round}: {error}")
+                yield fx.Beside(self._sweep(self._taken, is_all=False))
+        except (fx.StoreError, DamagedObject) as error:
+            yield fx.Log(f"rank {config.rank} could not save after round {round}: {error}")
 
-    def _is_overdue(self) -> Steps[bool]:
-        every = self.config.checkpoint_every
-        if self.round - self._saved > every:
-            self._saved = max((c.round for c in (yield from gc.list_checkpoints())), default=0)
-        return self.round - self._saved > every
+    def _sweep(self, taken: gc.Taken, *, is_all: bool) -> fx.Steps[None]:
+        try:
+            if not is_all:
+                return (yield from gc.sweep_uploads(taken, self._covered))
+            newest, self._covered = yield from gc.sweep(taken)
+            self._saved = max(self._saved, newest)
+        except (fx.StoreError, DamagedObject) as error:
+            yield fx.Log(
+                f"rank {self.config.rank} could not delete after round {taken.round}: {error}"
+            )
 
-    def _save(self) -> Steps[bool]:
+    def _save(self) -> fx.Steps[bool]:
         """Save the state. A refused create is no error: that state is there."""
         config = self.config
         packed = ""
@@ -832,7 +806,7 @@ class RoundMachine:
             tokens=self.tokens,
             departed=self.departed,
         )
-        yield SaveCheckpoint(objects.checkpoint_key(self.round, self.chain), meta)
+        yield fx.SaveCheckpoint(objects.checkpoint_key(self.round, self.chain), meta)
         self._saved = max(self._saved, self.round)
         return True
 
@@ -842,7 +816,8 @@ class RoundMachine:
         uploads = (objects.parse_round(each.member.upload) for each in self.departed)
         needed = min((round for round in uploads if round is not None), default=self.round)
         return gc.Taken(
-            *(self.round, config.keep, config.history_block, self._chains, self._plans, needed)
+            *(self.round, config.keep, config.history_block),
+            *(dict(self._chains), dict(self._plans), needed),
         )
 
     def _forget(self) -> None:
@@ -865,34 +840,34 @@ class RoundMachine:
             *(config.cells, self.departed, self._sums, self._opened),
         )
 
-    def _result(self, fate: str) -> RoundResult:
-        return RoundResult(fate, self.round, self.chain, self.hold)
+    def _result(self, fate: str) -> fx.RoundResult:
+        return fx.RoundResult(fate, self.round, self.chain, self.hold)
 
-    def _sleep(self, seconds: float) -> Steps[float]:
-        """Wait, unless this replica is to leave and has handed in what it has."""
-        self._now = yield Sleep(seconds)
-        if self.is_leaving and self.header is not None and self._handing_in is None:
+    def _sleep(self, seconds: float) -> fx.Steps[float]:
+        """Wait, unless this replica is to leave and has uploaded what it has."""
+        self._now = yield fx.Sleep(seconds)
+        if self.is_leaving and self.header is not None and self._draining is None:
             raise _Leave
         return self._now
 
-    def _read_manifest(self, round: int) -> Steps[Manifest | None]:
+    def _read_manifest(self, round: int) -> fx.Steps[Manifest | None]:
         key = objects.manifest_key(round)
-        body = yield Get(key)
+        body = yield fx.Get(key)
         if body is None:
             return None
         try:
             return decide.check_cut(objects.read_manifest(key, body), self.config.sizes)
         except DamagedObject as problem:
-            again = yield Get(key)  # bytes can be damaged on the way, too
+            again = yield fx.Get(key)  # bytes can be damaged on the way, too
             if again is not None and again != body:
                 return decide.check_cut(objects.read_manifest(key, again), self.config.sizes)
-            raise Stuck(
+            raise fx.Stuck(
                 f"{key} has committed round {round}, and is damaged: {problem.reason}. Restore it "
                 "from a copy of the store, or begin a new run from an export of the newest "
                 "checkpoint"
             ) from problem
 
-    def _has_later_manifest(self, round: int) -> Steps[bool]:
+    def _has_later_manifest(self, round: int) -> fx.Steps[bool]:
         """Whether there is one of a round after this one. Other files there are no matter."""
-        listing = yield List("manifest/", objects.manifest_key(round) if round >= 0 else "")
+        listing = yield fx.List("manifest/", objects.manifest_key(round) if round >= 0 else "")
         return any(objects.parse_round(key) is not None for key, _ in listing)

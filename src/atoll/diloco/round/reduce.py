@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -95,7 +96,7 @@ class Fragment:
     def __init__(self, share: Share, outer: OuterStep) -> None:
         self.share, self.outer = share, outer
         self._row: Vector = np.empty(0, np.float32)  # a replica that joins needs none yet
-        self._is_clear = True  # nothing is owed: the row counts as zeros, whatever it holds
+        self.is_clear = True  # nothing is owed: the row counts as zeros, whatever it holds
         self.uploads: set[str] = set()  # the keys that hold the row as it is
         self.sent: dict[int, Buffer] = {}  # by cell, as uploaded; empty where that is the row
         self.overwritten: set[str] = set()  # means that lie in the row, in place of what was sent
@@ -103,41 +104,32 @@ class Fragment:
     @property
     def row(self) -> Vector:
         """The pseudo-gradient, and what earlier rounds left out."""
-        if self._is_clear:
-            self._make_row().fill(0)
-            self._is_clear = False
+        if self.is_clear:
+            self.fill(lambda row: row.fill(0))
         return self._row
 
     def clear(self) -> None:
         """Nothing is owed any more."""
-        self._is_clear = True
+        self.is_clear = True
         self.forget_upload()
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether nothing is owed, so that `fill` may write the row."""
-        return self._is_clear
 
     def fill(self, write: Callable[[Vector], None]) -> None:
         """Let `write` write a whole row that is clear, before its upload: saves a copy of it."""
-        assert self._is_clear, "the row holds a residual: add to it"
+        assert self.is_clear, "the row holds a residual: add to it"
         self.forget_upload()
-        write(self._make_row())
-        self._is_clear = False
+        if self._row.size != self.share.size:
+            self._row = np.empty(self.share.size, np.float32)
+        write(self._row)
+        self.is_clear = False
 
     def add(self, start: int, values: Vector) -> None:
         """Add values to the row from `start` on, before its upload. Call it for parts of it: a
         pseudo-gradient need not exist as a whole."""
-        if self._is_clear and values.size == self.share.size:
+        if self.is_clear and values.size == self.share.size:
             self.fill(lambda row: np.copyto(row, values))
             return
         self.forget_upload()
         add_to_row(self.row[start : start + values.size], values)
-
-    def _make_row(self) -> Vector:
-        if self._row.size != self.share.size:
-            self._row = np.empty(self.share.size, np.float32)
-        return self._row
 
     def forget_upload(self) -> None:
         self.uploads.clear()
@@ -262,10 +254,10 @@ class ReplicaValues:
         factor = manifest.total_weight / me.weight
         for cell, rounding in made.rounding.items():
             if cell in carried:
-                add_scaled(fragment.row[fragment.share.slice_of(cell)], rounding, factor)
+                add_scaled(fragment.row[fragment.share.slices[cell]], rounding, factor)
 
     def _subtract_sent(self, fragment: Fragment, cell: int) -> None:
-        part = fragment.row[fragment.share.slice_of(cell)]
+        part = fragment.row[fragment.share.slices[cell]]
         if self.codec.is_exact:
             part.fill(0)
             return
@@ -280,10 +272,11 @@ class ReplicaValues:
 
     def put_upload(self, key: str, round: int, header: UploadHeader) -> UploadHeader:
         """Store the upload of a replica of one process; return its header as it is stored."""
-        rests = self._put_rests(round, header)
+        rests = self._put_rests(round, header) if header.rest else []
         pieces, sections = self._encode_upload(key, round)
         self.fragment(round).uploads.add(key)
-        header = _with_sections(header, [(sections, rests)])
+        if sections or rests:
+            header = _with_sections(header, [(sections, rests)])
         self._put(key, [*pieces, pack_header(header)])
         return header
 
@@ -321,13 +314,14 @@ class ReplicaValues:
         return sections
 
     def _put(self, key: str, data: bytes | Sequence[Buffer]) -> None:
-        # A manifest will name it: what is committed survives a loss of power.
-        self.store.put(self.key(key), data, is_durable=True)
+        # A manifest will name it: what is committed survives a loss of power. Whoever creates the
+        # manifest syncs the folder, once for all members.
+        self.store.put(self.key(key), data, is_durable=True, is_name_durable=False)
 
     def _encode_upload(self, key: str, round: int) -> tuple[list[Buffer], tuple[int, ...]]:
         """The table and the cells of each shard, and how long that is; () if the layout tells."""
         fragment = self.fragment(round)
-        share, shards = fragment.share, range(fragment.share.cut.shards)
+        share, shards, row = fragment.share, range(fragment.share.cut.shards), fragment.row
         is_encoded = bool(fragment.sent)  # by an upload that failed, or seemed to
 
         def encode(shard: int) -> list[Buffer]:
@@ -337,18 +331,17 @@ class ReplicaValues:
             if is_encoded:
                 encoded = [fragment.sent[cell] for cell in numbers]
             else:
-                rows = (fragment.row[share.slice_of(cell)] for cell in numbers)
-                encoded = [encode_cell(self.codec, row) for row in rows]
+                encoded = [encode_cell(self.codec, row[share.slices[cell]]) for cell in numbers]
             return [wire.pack_table(wire.place_of(key, str(shard)), encoded), *encoded]
 
-        # What is sent as it is only needs checksums, which take less time than threads do.
-        sealed = each(self.pool, encode, shards, 1 if is_plain(self.codec) else CORES)
+        if is_plain(self.codec):
+            # It only needs checksums, which take less time than threads do.
+            return [piece for shard in shards for piece in encode(shard)], ()
+        sealed = each(self.pool, encode, shards, CORES)
         if not self.codec.is_exact:
             for shard in shards:
                 fragment.sent.update(zip(share.cells_of(shard), sealed[shard][1:], strict=True))
         pieces = [piece for section in sealed for piece in section]
-        if is_plain(self.codec):
-            return pieces, ()
         return pieces, tuple(sum(memoryview(p).nbytes for p in section) for section in sealed)
 
     # -- Means ------------------------------------------------------------------------------------
@@ -387,7 +380,8 @@ class ReplicaValues:
         encoded = made.cells if made.cells is not None else self._cells_in_row(manifest, name)
         table = wire.pack_table(_mean_place(key, head), encoded)
         pieces = [_LENGTH.pack(len(head)), head, table, *encoded]
-        made.is_stored = self.store.create(self.key(key), pieces)
+        # Its name is synced before the next manifest: uploads, which it follows from, stay longer.
+        made.is_stored = self.store.create(self.key(key), pieces, is_name_durable=False)
         if not made.is_stored:
             made.cells = None  # what is stored counts, and is read
         return True
@@ -395,7 +389,7 @@ class ReplicaValues:
     def _cells_in_row(self, manifest: Manifest, name: str) -> list[Buffer]:
         fragment = self.fragment(manifest.round)
         numbers = self._cells_of(manifest, name)
-        return [wire.bytes_of(fragment.row[fragment.share.slice_of(cell)]) for cell in numbers]
+        return [wire.bytes_of(fragment.row[fragment.share.slices[cell]]) for cell in numbers]
 
     def _cells_of(self, manifest: Manifest, name: str) -> range:
         shard = objects.shard_of(name)
@@ -425,13 +419,13 @@ class ReplicaValues:
         is_in_row = is_own and is_plain(mean_codec) and codec.is_exact and carried == numbers
         encoded: list[Buffer] = []
         mean = WeightedMean([member.weight for member in members])
-        with MemberInputs(self, manifest, name, members, numbers) as inputs:
+        with closing(MemberInputs(self, manifest, name, members, numbers)) as inputs:
             if is_in_row:
                 fragment.overwritten.add(name)
             for cell, parts in inputs.cells():
-                size = share.cut.size_of(cell)
+                size = share.cut.sizes[cell]
                 if is_in_row:
-                    mean.write(parts, fragment.row[share.slice_of(cell)])
+                    mean.write(parts, fragment.row[share.slices[cell]])
                     continue
                 out = np.empty(size, np.float32)
                 mean.write(parts, out)
@@ -447,7 +441,7 @@ class ReplicaValues:
 
     def own_cell(self, fragment: Fragment, cell: int) -> Vector:
         """What the upload holds of a carried cell, from memory."""
-        part = fragment.row[fragment.share.slice_of(cell)]
+        part = fragment.row[fragment.share.slices[cell]]
         if self.codec.is_exact:
             return part
         return self.codec.decode(memoryview(fragment.sent[cell]), part.size)
@@ -491,7 +485,7 @@ class ReplicaValues:
 
         def read(cell: int, out: Vector) -> Vector:
             if encoded is None:
-                return fragment.row[fragment.share.slice_of(cell)]
+                return fragment.row[fragment.share.slices[cell]]
             return codec.decode(memoryview(encoded[numbers.index(cell)]), out.size)
 
         return self._step_cells(manifest, fragment, name, made.outcome, read)
@@ -531,7 +525,7 @@ class ReplicaValues:
 
             try:
                 for cell in carried[:done]:  # applied by a call that failed; its bytes are passed
-                    read(cell, np.empty(cut.size_of(cell), np.float32))
+                    read(cell, np.empty(cut.sizes[cell], np.float32))
                 return self._step_cells(manifest, fragment, name, outcome, read)
             finally:
                 cells.close()
@@ -549,11 +543,11 @@ class ReplicaValues:
         """Step each carried cell once, however often a call fails in between."""
         share, carried = self.share(manifest), self._carried(manifest, name)
         applied = self._applied.setdefault(name, _Applied(outcome))
-        buffer = np.empty(max(map(share.cut.size_of, carried)), np.float32)
+        buffer = np.empty(max(share.cut.sizes[cell] for cell in carried), np.float32)
         for cell in carried[applied.count :]:
             room = _find_room(fragment, share, cell, buffer)
-            at = share.slice_of(cell).start
-            fragment.outer.step(manifest.round, at, read(cell, room)[share.part_of(cell)])
+            at = share.slices[cell].start
+            fragment.outer.step(manifest.round, at, read(cell, room)[share.parts[cell]])
             applied.count += 1
         return outcome
 
@@ -566,13 +560,13 @@ class ReplicaValues:
         numbers = self._carried(manifest, name)
         if self.rank in outcome.excluded:
             try:
-                with MemberInputs(self, manifest, name, [me], numbers) as inputs:
+                with closing(MemberInputs(self, manifest, name, [me], numbers)) as inputs:
                     for cell, parts in inputs.cells():
-                        fragment.row[fragment.share.slice_of(cell)] = next(iter(parts))
+                        fragment.row[fragment.share.slices[cell]] = next(iter(parts))
             except BadInput as problem:
                 log.warning("rank %d lost what it sent to mean %s: %s", self.rank, name, problem)
                 for cell in numbers:
-                    fragment.row[fragment.share.slice_of(cell)] = 0
+                    fragment.row[fragment.share.slices[cell]] = 0
         fragment.overwritten.discard(name)
 
     # -- Direct rounds ----------------------------------------------------------------------------
@@ -636,18 +630,20 @@ class ReplicaValues:
         if not members or direct.count == len(share.cells):
             return
         mean = WeightedMean([member.weight for member in members])
-        buffer = np.empty(max(map(share.cut.size_of, share.cells)), np.float32)
+        buffer = np.empty(max(share.cut.sizes[cell] for cell in share.cells), np.float32)
+        done = direct.count
         for shard in range(share.cut.shards):
             numbers = share.cells_of(shard)
-            first = min(max(direct.count - direct.at(shard, share), 0), len(numbers))
+            first = min(done, len(numbers))
+            done -= first
             if first == len(numbers):
                 continue
-            with MemberInputs(self, manifest, "", members, numbers[first:]) as inputs:
+            with closing(MemberInputs(self, manifest, "", members, numbers[first:])) as inputs:
                 for cell, parts in inputs.cells():
-                    at = share.slice_of(cell).start
+                    at = share.slices[cell].start
                     out = _find_room(fragment, share, cell, buffer)
                     mean.write(parts, out)
-                    fragment.outer.step(manifest.round, at, out[share.part_of(cell)])
+                    fragment.outer.step(manifest.round, at, out[share.parts[cell]])
                     direct.count += 1
 
     def _check_upload(self, manifest: Manifest, member: Member) -> None:
@@ -655,7 +651,9 @@ class ReplicaValues:
         share = self.share(manifest)
         for shard in range(share.cut.shards):
             numbers = share.cells_of(shard)
-            with MemberInputs(self, manifest, "", [member], numbers, is_memory=False) as inputs:
+            with closing(
+                MemberInputs(self, manifest, "", [member], numbers, is_memory=False)
+            ) as inputs:
                 for _, parts in inputs.cells():
                     for _ in parts:
                         pass
@@ -667,10 +665,6 @@ class _Direct:
 
     ranks: frozenset[int]
     count: int = 0
-
-    def at(self, shard: int, share: Share) -> int:
-        """How many cells come before those of a shard."""
-        return sum(len(share.cells_of(each)) for each in range(shard))
 
 
 def each(
@@ -705,7 +699,7 @@ def each(
 
 def _find_room(fragment: Fragment, share: Share, cell: int, buffer: Vector) -> Vector:
     """Memory for the mean of a cell: where it is to be, if all of it is; else `buffer`."""
-    size, carried = share.cut.size_of(cell), share.slice_of(cell)
+    size, carried = share.cut.sizes[cell], share.slices[cell]
     room = None
     if carried.stop - carried.start == size:
         room = fragment.outer.room(carried.start, size)
@@ -740,8 +734,8 @@ def pack_header(header: UploadHeader) -> bytes:
 def read_tail(store: ObjectStore, key: str, size: int, guess: int) -> bytes | None:
     """The bytes of the header at the end of an upload of `size` bytes; None: there is none."""
     try:
-        tail = store.get(key, max(0, size - guess), size)
-        if tail.nbytes < _TRAILER.size:
+        tail = store.find(key, max(0, size - guess), size)
+        if tail is None or tail.nbytes < _TRAILER.size:
             return None
         length, check = _TRAILER.unpack(tail[-_TRAILER.size :])
         whole = length + _TRAILER.size

@@ -66,7 +66,7 @@ def test_a_changed_byte_or_a_cut_is_found(data: st.DataObject) -> None:
 
 def test_cells_of_another_place_are_refused() -> None:
     data, _ = packed("fp32", [10])
-    with pytest.raises(Damaged, match="another place"):
+    with pytest.raises(Damaged, match="another position"):
         read_all(data, [10], "fp32", wire.place_of("mean/2", "x"))
 
 

@@ -29,7 +29,7 @@ def test_processes_carry_every_value_once_and_each_one_span(
     for share in shares:
         dealt = sorted(cell for shard in range(world) for cell in share.cells_of(shard))
         assert dealt == list(share.cells)
-        assert sum(cut.size_of(cell) for cell in share.cells) == share.size
+        assert sum(cut.sizes[cell] for cell in share.cells) == share.size
 
 
 @given(sizes, worlds, processes, processes)

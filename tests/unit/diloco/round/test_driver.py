@@ -234,7 +234,7 @@ def test_one_that_leaves_hands_in_all_fragments_and_the_next_rounds_have_them(
         for at, fragment in enumerate(driver.values.fragments):
             row = brought(1, 2 + at, fragment.share.cut.size)
             fragment.add(0, row[fragment.share.start : fragment.share.stop])
-        return driver.hand_in(Offer(1.0, 1), (1.0, 1.0))
+        return driver.drain(Offer(1.0, 1), (1.0, 1.0))
 
     results = fleet.each(act)
     assert [replica[0].fate for replica in results] == [MEMBER, LEFT, MEMBER]
@@ -247,7 +247,7 @@ def test_one_that_leaves_hands_in_all_fragments_and_the_next_rounds_have_them(
             assert np.array_equal(fleet.values(rank, fragment), before[fragment] + mean)
 
 
-def test_what_one_handed_in_counts_in_another_world_with_another_codec(
+def test_what_one_drained_counts_in_another_world_with_another_codec(
     pool: ThreadPoolExecutor,
 ) -> None:
     store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
@@ -259,7 +259,7 @@ def test_what_one_handed_in_counts_in_another_world_with_another_codec(
             return do_round(driver)
         for fragment in driver.values.fragments:
             fragment.add(0, brought(1, 9, fragment.share.cut.size)[share_of(fragment)])
-        return driver.hand_in(Offer(1.0, 1), (1.0, 1.0))
+        return driver.drain(Offer(1.0, 1), (1.0, 1.0))
 
     results = fleet.each(act)
     assert [replica[0].fate for replica in results] == [MEMBER, LEFT, MEMBER]
@@ -278,17 +278,17 @@ def share_of(fragment: Fragment) -> slice:
     return slice(fragment.share.start, fragment.share.stop)
 
 
-def test_what_all_handed_in_is_in_the_run_when_it_goes_on(pool: ThreadPoolExecutor) -> None:
+def test_what_all_drained_is_in_the_run_when_it_goes_on(pool: ThreadPoolExecutor) -> None:
     store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
     fleet = Fleet(store, [1, 1, 1], "fp32", pool)
     fleet.each(RoundDriver.open)
 
-    def hand_in(driver: RoundDriver) -> Any:
+    def drain(driver: RoundDriver) -> Any:
         for fragment in driver.values.fragments:
             fragment.add(0, np.full(fragment.share.size, driver.config.rank, np.float32))
-        return driver.hand_in(Offer(1.0, 1), (1.0, 1.0))
+        return driver.drain(Offer(1.0, 1), (1.0, 1.0))
 
-    assert {each.fate for replica in fleet.each(hand_in) for each in replica} == {LEFT}
+    assert {each.fate for replica in fleet.each(drain) for each in replica} == {LEFT}
     again = Fleet(store, [1, 1, 1], "fp32", pool)
     again.each(RoundDriver.open)
     assert {replica[0].round for replica in again.drivers} == {2}
@@ -402,7 +402,7 @@ def test_what_the_store_refuses_is_raised_as_it_is(
     store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
     fleet = Fleet(store, [1], "fp32", pool)
 
-    def refuse(*_: Any) -> bool:
+    def refuse(*_: Any, **__: Any) -> bool:
         raise StoreDenied("no key")
 
     monkeypatch.setattr(store, "create", refuse)

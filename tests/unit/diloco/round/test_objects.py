@@ -106,7 +106,7 @@ def test_in_a_direct_round_the_other_member_makes_the_receipt() -> None:
 
 def test_a_round_in_which_nobody_trained_has_no_means() -> None:
     idle = manifest(members=(Member(0, "u", 0.0, steps=0), Member(1, "v", 0.0, steps=5)))
-    assert not idle.has_work
+    assert idle.names == ()
     assert idle.names == ()
 
 

@@ -128,7 +128,7 @@ def test_the_first_replica_creates_the_first_checkpoint_and_loads_it() -> None:
 def test_checkpoints_that_cannot_be_loaded_are_an_error_after_the_timeout() -> None:
     folder = Folder()
     folder.objects[objects.checkpoint_key(4, "b" * 32)] = None  # as a load of a damaged one
-    with pytest.raises(Stuck, match="none of 1 checkpoints is whole"):
+    with pytest.raises(Stuck, match="none of 1 checkpoints is complete"):
         folder.run(machine().open())
     assert 30 < folder.now < 60
 

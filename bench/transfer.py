@@ -1,6 +1,6 @@
-"""Rounds against raw movement of the same bytes, in turns, in one run.
+"""Rounds against raw transfer of the same bytes, in turns, in one run.
 
-    python bench/movement.py [--store file] [--shape 8x64] [--shape 16x16] [--repeats 15]
+    python bench/transfer.py [--store file] [--shape 8x64] [--shape 16x16] [--repeats 15]
 
 Every replica is a process, and takes all turns of its version itself. What the turns do:
 
@@ -12,6 +12,7 @@ raw:       one file of (N-1)/N of the vector is written, N-1 ranges of 1/N are r
            On S3 the same by PUT and GET with the client of the rounds.
 raw, mean: the same, and the mean of what was read is computed before the second write, as the
            rounds compute it (sums in float64, rounded once).
+raw, sync: as "raw, mean", and each file is synced before the barrier, as uploads and means are.
 round:     `allreduce` of this version; `round, out`: into the result of an earlier call, by `out=`.
 before:    `allreduce` of another tree (`--before SRC`), in processes of its own.
 
@@ -41,25 +42,29 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "movement.json"
+RESULTS = Path(__file__).parent / "results" / "transfer.json"
 TENSORS = 290
 KEPT = 2  # turns whose files stay
 WARM_UP = 3  # repeats that do not count
-RAW, RAW_MEAN, ROUND, ROUND_OUT, BEFORE = "raw", "raw, mean", "round", "round, out", "before"
-NOW_WAYS = (RAW, RAW_MEAN, ROUND, ROUND_OUT)
+RAW, RAW_MEAN, RAW_SYNC = "raw", "raw, mean", "raw, sync"
+ROUND, ROUND_OUT, BEFORE = "round", "round, out", "before"
+RAW_WAYS = (RAW, RAW_MEAN, RAW_SYNC)
+NOW_WAYS = (*RAW_WAYS, ROUND, ROUND_OUT)
 
 
 class Files:
-    """Raw movement by plain files."""
+    """Raw transfer by plain files."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: memoryview, *, is_durable: bool) -> None:
         file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         while data.nbytes:
             data = data[os.write(file, data) :]
+        if is_durable:
+            os.fsync(file)
         os.close(file)
 
     def read(self, name: str, start: int, room: memoryview) -> None:
@@ -75,14 +80,14 @@ class Files:
 
 
 class Objects:
-    """Raw movement by the store's client."""
+    """Raw transfer by the store's client."""
 
     def __init__(self, uri: str) -> None:
         from atoll.objectstore import ObjectStore
 
         self._blobs = ObjectStore.open(uri)
 
-    def write(self, name: str, data: memoryview) -> None:
+    def write(self, name: str, data: memoryview, *, is_durable: bool) -> None:
         self._blobs.put(name, data)
 
     def read(self, name: str, start: int, room: memoryview) -> None:
@@ -106,7 +111,7 @@ def mean_of(parts: list[Any], out: Any) -> None:
 
 
 class Raw:
-    """What a replica does in a turn of raw movement."""
+    """What a replica does in a turn of raw transfer."""
 
     def __init__(self, uri: str, rank: int, size: int, values: int, barrier: Any) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -125,10 +130,11 @@ class Raw:
         read = lambda item: self._store.read(item[0], item[1], _bytes(item[2]))  # noqa: E731
         list((self._pool.map if self._pool else map)(read, reads))
 
-    def turn(self, *, with_mean: bool) -> None:
+    def turn(self, *, with_mean: bool, is_durable: bool = False) -> None:
         rank, size, part, turn = self._rank, self._size, self._part, self._turn
         peers = [peer % size for peer in range(rank + 1, rank + size)]
-        self._store.write(f"{turn}.up.{rank}", _bytes(self._row[: part * (size - 1)]))
+        upload = _bytes(self._row[: part * (size - 1)])
+        self._store.write(f"{turn}.up.{rank}", upload, is_durable=is_durable)
         self._barrier.wait()
         locations = [(rank if rank < peer else rank - 1) * 4 * part for peer in peers]
         rooms = self._rooms[1:]
@@ -137,7 +143,7 @@ class Raw:
         mine = self._mean[rank * part : (rank + 1) * part]
         if with_mean:
             mean_of([self._row[rank * part : (rank + 1) * part], *rooms], mine)
-        self._store.write(f"{turn}.mean.{rank}", _bytes(mine))
+        self._store.write(f"{turn}.mean.{rank}", _bytes(mine), is_durable=is_durable)
         self._barrier.wait()
         self._read_all(
             [(f"{turn}.mean.{p}", 0, self._mean[p * part : (p + 1) * part]) for p in peers]
@@ -171,6 +177,7 @@ def replica(
         ways: dict[str, Callable[[], Any]] = {
             RAW: lambda: raw.turn(with_mean=False),
             RAW_MEAN: lambda: raw.turn(with_mean=True),
+            RAW_SYNC: lambda: raw.turn(with_mean=True, is_durable=True),
             ROUND: lambda: ours.allreduce(data),
             BEFORE: lambda: ours.allreduce(data),
             ROUND_OUT: lambda: ours.allreduce(data, out=out),
@@ -183,7 +190,7 @@ def replica(
             ended, used = time.monotonic(), time.process_time() - cpu
             del result
             stages: dict[str, float] = {}
-            if way in (RAW, RAW_MEAN):
+            if way in RAW_WAYS:
                 raw.clean()
             else:
                 assert ours.last_round is not None
@@ -276,7 +283,7 @@ def compare(
         mine: dict[str, Any] = {}
         for what in ("wall", "cpu"):
             mine[f"{what} s"] = statistics.median(t[what] for t in turns)
-            for base in (RAW, RAW_MEAN):
+            for base in (*RAW_WAYS, BEFORE):
                 if way != base and base in took:
                     mine[f"{what} to {base}"] = statistics.median(
                         t[what] / r[what] for t, r in zip(turns, took[base], strict=True)
