@@ -125,6 +125,7 @@ async def _looks(
     executor: KubernetesBackend, cluster: Cluster, training: Training, how: str
 ) -> dict[str, Any]:
     before, times = cluster.requests.total(), []
+    used = time.process_time()
     for _ in range(LOOKS):
         started = time.perf_counter()
         observation = await executor.observe(training)
@@ -134,6 +135,7 @@ async def _looks(
     return {
         f"{how}RequestsALook": (cluster.requests.total() - before) / LOOKS,
         f"{how}MedianMs": round(statistics.median(times) * 1000, 2),
+        f"{how}CpuMs": round((time.process_time() - used) / LOOKS * 1000, 2),
     }
 
 

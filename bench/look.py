@@ -1,10 +1,10 @@
-"""What an observation of a gang costs on Slurm, Modal and SageMaker, at 1, 100 and 1,000 ranks.
+"""What an observation of a gang costs on Slurm and the services, at 1, 100 and 1,000 ranks.
 
     python bench/look.py [--beside TREE] [--ranks N…] [--backends NAME…]
 
-Slurm has its real daemons; Modal and SageMaker are the stand-ins of the tests, and S3 is moto, each
-in a process of its own, so that the processor time is the client's. Records are as wrappers write
-them. In a running gang every fifth observation asks the backend, and the others its records alone:
+Slurm has its real daemons; the services are the stand-ins of the tests, and S3 is moto, each in a
+process of its own, so that the processor time is the client's. Records are as wrappers write them.
+In a running gang every fifth observation asks the backend, and the others its records alone:
 so it is here. With `--beside`, another checkout is measured by turns on the same services.
 """
 
@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slurm": {"heartbeat_timeout_s": 3600.0},
     "modal": {"secrets": ["store"], "poll_s": 60.0},
     "sagemaker": {"role": ROLE, "image": "i", "poll_s": 60.0},
+    "hfjobs": {"image": "i", "poll_s": 60.0},
 }
 
 
@@ -52,9 +53,9 @@ def fill_slurm(cluster: Any, uid: str, ranks: int) -> None:
 
 
 def serve() -> None:
-    """The two stand-ins and S3, with entries that nobody runs. Prints what clients need."""
+    """The stand-ins and S3, with entries that nobody runs. Prints what clients need."""
     from tests.allreduce.s3server import S3Server
-    from tests.support import sagemaker_stand_in
+    from tests.support import hfjobs_stand_in, sagemaker_stand_in
     from tests.support.modal_stand_in import ModalStandIn
 
     class Unrun(sagemaker_stand_in.StandInJob):
@@ -65,12 +66,21 @@ def serve() -> None:
         def _live(self) -> None:
             self._run()
 
+    class UnrunOfHub(hfjobs_stand_in.StandInJob):
+        stage = "RUNNING"
+
+        def _live(self) -> None:
+            self.created -= 3600.0
+
     sagemaker_stand_in.StandInJob = Unrun  # type: ignore[misc]
+    hfjobs_stand_in.StandInJob = UnrunOfHub  # type: ignore[misc]
     s3, modal = S3Server(), ModalStandIn()
     s3.make_bucket("runs")
     modal.secrets["store"] = s3.environment
     aws = sagemaker_stand_in.SageMakerStandIn(s3.url, s3.environment)
-    print(json.dumps({**modal.environment, **s3.environment, **aws.environment}), flush=True)
+    hub = hfjobs_stand_in.HFJobsStandIn()
+    known = {**modal.environment, **s3.environment, **aws.environment, **hub.environment}
+    print(json.dumps(known), flush=True)
     for line in sys.stdin:  # an app of Modal, once a client has made it
         app, uid, ranks = line.split()
         for rank in range(int(ranks)):
@@ -114,7 +124,7 @@ async def measure(kind: str, ranks: int, state: str, *, is_first: bool) -> dict[
         names = [name_of(r, 0, k) for r in range(ranks) for k in ("claim", "start", "heartbeat")]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda name: records.put(name, now), names))
-        if kind == "sagemaker":
+        if kind in ("sagemaker", "hfjobs"):
             await backend.start_jobs(training, 0, range(ranks))
         if kind == "modal":
             await backend.sandboxes.open()
@@ -188,7 +198,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="atoll-look-") as folder:
         server = subprocess.Popen([sys.executable, __file__, "serve"], **pipes)
         env = env_of(server)
-        for kind in {"modal", "sagemaker"} & set(options.backends):
+        for kind in (kind for kind in options.backends if kind != "slurm"):
             for ranks in options.ranks:
                 rows.append(compare(kind, ranks, trees, env, folder, server))
         server.kill()

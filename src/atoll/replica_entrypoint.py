@@ -9,28 +9,31 @@ the arguments are what runs; flags of composer's, such as --trainer-module, say 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.agent import process
 from atoll.agent.entrypoint import (
     OWN_MODULES,
     RANK,
     READERS,
     URI,
     WORLD,
+    MissingCode,
+    as_argv,
     call,
+    check_module,
+    named_function,
     run_script,
     start,
     trainer_call,
 )
-from atoll.agent.result import hand_in
+from atoll.agent.result import set_return_value
 
 ENTRYPOINT = "ENTRYPOINT"
 ARGS = "ATOLL_ENTRYPOINT_ARGS"
@@ -69,6 +72,7 @@ def take_flags(argv: Sequence[str], env: MutableMapping[str, str]) -> None:
 
 def refuse(error: ValueError | str) -> int:
     sys.stderr.write(f"atoll.replica_entrypoint: {error}\n")
+    process.write_error_file(str(error))
     return USAGE
 
 
@@ -115,47 +119,22 @@ def fill_in(env: MutableMapping[str, str]) -> None:
 
 def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None:
     sys.path.insert(0, os.getcwd())
-    module, _, function = entry.partition(":")
-    if function:
-        hand_in(call(find_function(module, function), args, env))
-        return
-    flags = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
+    is_script = entry.endswith(".py") or "/" in entry
+    try:
+        if ":" in entry:
+            set_return_value(call(named_function(entry), args, env))
+            return
+        if not is_script:
+            check_module(entry)
+    except MissingCode as error:
+        raise SystemExit(refuse(f"{ENTRYPOINT}: {error}; {EXPECTED}")) from error
+    flags = as_argv(args)
     sys.argv = [entry, *flags]
-    if entry.endswith(".py") or "/" in entry:
+    if is_script:
         sys.path[0] = os.path.dirname(os.path.abspath(entry))
         run_script(Path(entry), flags)
     else:
-        check_module(module)
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def find_function(module: str, name: str) -> Callable[..., Any]:
-    check_module(module)
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    if not callable(value):
-        text = f"{ENTRYPOINT}: {module}:{name}: {module} has no function {name!r}"
-        raise SystemExit(refuse(text))
-    return value  # type: ignore[no-any-return]
-
-
-def check_module(module: str) -> None:
-    """Exits if there is no such module; what the module itself imports is another matter."""
-    try:
-        is_there = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        if f"{module}.".startswith(f"{error.name}."):
-            is_there = False
-        else:
-            raise
-    if not is_there:
-        text = f"{ENTRYPOINT}: {module!r}: no such module in the image; {EXPECTED}"
-        raise SystemExit(refuse(text))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        runpy.run_module(entry, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -78,3 +78,37 @@ def test_figures_rounds_and_lines_of_ranks_are_there_to_look_at(shell: Shell) ->
     times = [line["time"] for line in lines]
     assert all(times)
     assert times == sorted(times)
+
+
+HUNG = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def hang():
+    open(f"up{os.environ['ATOLL_RANK']}", "w")
+    while True: time.sleep(1000)
+hang()
+"""
+
+
+def test_stacks_and_signals_reach_ranks_and_a_kill_leaves_its_stack(shell: Shell) -> None:
+    folder = Path(shell.folder)
+    (folder / "hung.py").write_text(HUNG)
+    words = ("--executor", "lab", "--no-code", "-C", str(folder), "-n", "2", "--rendezvous", "none")
+    more = ("--stop-grace", "1s", "--min", "1", "--", sys.executable, "hung.py")
+    made = shell.atoll("run", "-d", "--name", "hung", *words, *more)
+    assert made.returncode == 0, made.stderr
+    until(lambda: (folder / "up0").exists() and (folder / "up1").exists())
+    until(lambda: "2 ranks (0-1) in hung.py:6 in hang" in shell.atoll("stacks", "hung").stdout)
+    refused = shell.atoll("exec", "hung", "--", "true")
+    assert "log in to the host, which 'atoll status' names" in refused.stderr
+    sent = shell.atoll("kill", "hung", "1", "-s", "USR1")
+    assert "sent SIGUSR1 to rank 1" in sent.stdout, sent.stderr
+    stopped = shell.atoll("cancel", "hung")
+    assert stopped.returncode == 0, stopped.stderr
+    shell.atoll("wait", "hung", "--timeout", "90")
+    status = json.loads(shell.atoll("status", "hung", "--json").stdout)
+    ended = {end["rank"]: end for end in status["rankExits"]}
+    assert ended[1]["signal"] == "SIGUSR1"
+    assert "hung.py:6 in hang" in ended[0]["stack"][0]
+    kept = shell.atoll("stacks", "hung", "--stored").stdout
+    assert "taken because it did not end within its grace period (rank 0)" in kept

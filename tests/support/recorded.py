@@ -46,8 +46,9 @@ class ProcessBackend(RecordedBackend):
     def rank_layout(self, training: Training) -> RankLayout:
         folder = self.root / training.uid
         return RankLayout(
-            sys.executable, "/bin/sh", f"{folder}/source", None, True, f"file://{folder}/rdv", None
-        )
+            sys.executable, "/bin/sh", f"{folder}/source", None, True, f"file://{folder}/rdv", None,
+            metrics_uri=f"file://{folder}/metrics",
+        )  # fmt: skip
 
     async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
         for rank in ranks:

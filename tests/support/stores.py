@@ -29,9 +29,9 @@ class FaultyStore(ObjectStore):
         make = super().put
         self._around("put", key, lambda: make(key, data, **how))
 
-    def create(self, key: str, data: Any) -> bool:
+    def create(self, key: str, data: Any, **how: Any) -> bool:
         make = super().create
-        return bool(self._around("create", key, lambda: make(key, data)))
+        return bool(self._around("create", key, lambda: make(key, data, **how)))
 
     def get(self, key: str, *span: Any, **how: Any) -> memoryview:
         make = super().get

@@ -9,6 +9,7 @@ store of a replica come from its environment.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -21,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from atoll.agent import process
-from atoll.agent.result import hand_in
+from atoll.agent.result import set_return_value
 
 RANK_ENV = "ATOLL_RANK_ENV"  # the name of the variable that the launcher chose for the rank
 # The first variable that is set counts.
@@ -78,12 +79,32 @@ class ReplicaCall:
         return call(function, args, os.environ)
 
 
-def named_function(name: str) -> Any:
+class MissingCode(Exception):
+    """There is no such module here, or no such function in it."""
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """The function of `module:function`. Raises MissingCode."""
     module, _, attribute = name.partition(":")
+    check_module(module)
     value: Any = importlib.import_module(module)
     for part in attribute.split("."):
-        value = getattr(value, part)
-    return value
+        value = getattr(value, part, None)
+    if not callable(value):
+        raise MissingCode(f"{name}: {module} has no function {attribute!r}")
+    return value  # type: ignore[no-any-return]
+
+
+def check_module(module: str) -> None:
+    """Raises MissingCode if there is no such module; what it imports itself is another matter."""
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+        is_there = False
+    if not is_there:
+        raise MissingCode(f"{module!r}: no such module here")
 
 
 def run(kind: str, payload: Path, arguments: list[str], directory: str | None) -> None:
@@ -94,7 +115,7 @@ def run(kind: str, payload: Path, arguments: list[str], directory: str | None) -
         run_script(payload, arguments)
     else:
         sys.argv = [str(payload), *arguments]
-        hand_in(pickle.loads(payload.read_bytes())(*arguments))
+        set_return_value(pickle.loads(payload.read_bytes())(*arguments))
 
 
 def run_script(payload: Path, arguments: list[str]) -> None:
@@ -124,6 +145,15 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("usage: atoll.agent.entrypoint [--from DIR] script|function PAYLOAD …\n")
         return 2
     return start(lambda: run(arguments[0], Path(arguments[1]), arguments[2:], directory))
+
+
+def as_argv(args: Mapping[str, Any]) -> list[str]:
+    """`--key value` for each; text and paths as they are, anything else as JSON."""
+    argv: list[str] = []
+    for key, value in args.items():
+        is_text = isinstance(value, str | os.PathLike)
+        argv += [f"--{key}", os.fspath(value) if is_text else json.dumps(value)]
+    return argv
 
 
 def missing_keywords(function: Callable[..., Any], args: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ MAX_NAMES = 100  # of one rank: a page shows no more, and a name made of a numbe
 MAX_NAME = 64  # characters
 MAX_WAITING = 65_536  # calls between two turns of the thread: 10 MB, a second of a tight loop
 MAX_ROUNDS = 1000  # that wait to be sent; older ones are dropped
+MAX_WEIGHTS = 100  # versions that wait to be sent, likewise
 MAX_NOTES = 100  # on what is wrong, until the thread logs them
 MAX_SETTINGS = 200  # of one rank, as the control plane takes them
 MAX_SETTING = 2**53  # of a number: larger integers are not exact in every language
@@ -78,6 +79,15 @@ def report_round(message: Mapping[str, Any]) -> None:
         _REPORTER.note("round", f"a round is dropped: {error!r}")
 
 
+def report_weights(message: Mapping[str, Any]) -> None:
+    """Report a version that is published or served, as `core/weights.py:ReportedWeights` has it.
+    Never raises."""
+    try:
+        _REPORTER.add_weights(message)
+    except Exception as error:
+        _REPORTER.note("weights", f"a version of weights is dropped: {error!r}")
+
+
 class Reporter:
     """The metrics of whatever process this is: a fork begins anew, and sends nothing twice."""
 
@@ -98,6 +108,11 @@ class Reporter:
         session = self._sessions.get(os.getpid()) or self._begin()
         if session.sink is not None:
             session.rounds.append(message)
+
+    def add_weights(self, message: Mapping[str, Any]) -> None:
+        session = self._sessions.get(os.getpid()) or self._begin()
+        if session.sink is not None:
+            session.weights.append(message)
 
     def add_settings(self, settings: Mapping[str, Any]) -> None:
         session = self._sessions.get(os.getpid()) or self._begin()
@@ -137,6 +152,7 @@ class PendingMetrics:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.calls: deque[tuple[float, int | None, dict[str, Any]]] = deque()
         self.rounds: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROUNDS)
+        self.weights: deque[Mapping[str, Any]] = deque(maxlen=MAX_WEIGHTS)
         self.notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
         self.settings: deque[dict[str, Any]] = deque()
         self.lost = 0  # metrics of calls while the deque was full
@@ -147,6 +163,7 @@ class PendingMetrics:
         self._handing = threading.Lock()  # of what follows; no caller takes it
         self._pending: dict[str, list[Point]] = {}  # taken from the calls, and not sent yet
         self._sending_rounds: list[Mapping[str, Any]] = []  # taken from the rounds, likewise
+        self._sending_weights: list[Mapping[str, Any]] = []  # taken from the weights, likewise
         self._sending_settings: dict[str, Any] = {}  # taken from the settings, likewise
         self._names: set[str] = set()
         self._skipped = 0  # metrics that were dropped, and are not reported yet
@@ -182,9 +199,11 @@ class PendingMetrics:
             self._sending
             or self._pending
             or self._sending_rounds
+            or self._sending_weights
             or self._sending_settings
             or self.calls
             or self.rounds
+            or self.weights
             or self.settings
         )
 
@@ -224,11 +243,11 @@ class PendingMetrics:
         skipped = self._skipped + lost - self._lost_warned
         while True:
             rounds = self._sending_rounds[:count]
-            settings = self._sending_settings
-            if not self._pending and not skipped and not rounds and not settings:
+            more = {"settings": self._sending_settings, "weights": self._sending_weights}
+            if not self._pending and not skipped and not rounds and not any(more.values()):
                 return None
             number = self._number + 1
-            batch = batch_of(self._writer, number, self._pending, skipped, rounds, pause, settings)
+            batch = batch_of(self._writer, number, self._pending, skipped, rounds, pause, more)
             if len(batch) <= MAX_BATCH or not rounds:
                 break
             if count == 1:
@@ -237,7 +256,7 @@ class PendingMetrics:
             count = max(1, count // 2)
         del self._sending_rounds[: len(rounds)]
         self._pending, self._skipped, self._lost_warned = {}, 0, lost
-        self._sending_settings = {}
+        self._sending_settings, self._sending_weights = {}, []
         self._number += 1
         return batch
 
@@ -250,6 +269,9 @@ class PendingMetrics:
         while self.rounds:
             self._sending_rounds.append(self.rounds.popleft())
         del self._sending_rounds[:-MAX_ROUNDS]
+        while self.weights:
+            self._sending_weights.append(self.weights.popleft())
+        del self._sending_weights[:-MAX_WEIGHTS]
         for count in range(len(self.calls)):
             if count % SLICE_CALLS == SLICE_CALLS - 1:
                 pause()
@@ -299,14 +321,15 @@ def batch_of(
     skipped: int,
     rounds: Sequence[Mapping[str, Any]] = (),
     pause: Callable[[], object] = lambda: None,
-    settings: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """One line. Numbers that JSON does not have are text: `nan`, `inf`, `-inf`.
+    """One line, with what is not empty in `more`. Numbers that JSON does not have are text: `nan`,
+    `inf`, `-inf`.
 
     Encoded bit by bit, with a `pause` between: the encoder does not let go of the interpreter.
     """
-    more = {"settings": settings} if settings else {}
-    head = _json({**session._asdict(), "n": number, "skipped": skipped, **more})
+    filled = {name: value for name, value in (more or {}).items() if value}
+    head = _json({**session._asdict(), "n": number, "skipped": skipped, **filled})
     series = []
     for name, points in metrics.items():
         series.append(_json(name) + ":" + _json([[_plain(part) for part in p] for p in points]))

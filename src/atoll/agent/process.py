@@ -29,8 +29,18 @@ if TYPE_CHECKING:
 
 MARK = "atollExit"  # a JSON object with this key is a record
 RECORD_VARIABLE = "ATOLL_EXIT_RECORD"
-CONTROL_VARIABLE = "ATOLL_CONTROL"  # the socket of the supervisor, for ranks of its machine
+CONTROL_VARIABLE = "ATOLL_CONTROL"  # the socket of the rank's supervisor or wrapper
 TAKE_STACKS = b"d"  # on that socket: a request for stacks of all ranks, and the answer to it
+# How much longer than its grace a rank may live so that its stacks are taken: py-spy needs a second
+# on a quiet machine, Python's own dump 50 ms.
+STACKS_S = 3.0
+GRACE_CAUSE = "it did not end within its grace period"
+FROZEN_CAUSE = "it was stopped by a signal"
+ROUND_CAUSE = "an outer round timed out"
+# In the folder is a `sitecustomize.py`, with which `agent/stacks.py` reaches Python ranks. Python
+# imports it from inside of an archive, too.
+HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+SWITCH = "ATOLL_STACKS"  # `0` in the environment of a training: its ranks do without the hook
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 RESULT_VARIABLE = "ATOLL_RESULT"  # names the file for the result of the program
 TAIL_LINES = 40  # of the log in a record: two screens
@@ -411,6 +421,13 @@ def environment() -> dict[bytes, bytes]:
     return dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
 
 
+def hook_path(switch: str | None, python_path: str | None) -> str | None:
+    """The PYTHONPATH in which Python registers the dump of its stacks; None if it is not to."""
+    if switch == "0":
+        return None
+    return os.pathsep.join([HOOK, *filter(None, [python_path])])
+
+
 def error_file_of(env: dict[bytes, bytes]) -> str:
     """The file in which the program may write why it failed; a new one if none is set."""
     name = ERROR_VARIABLE.encode()
@@ -434,11 +451,12 @@ def result_fields(path: str) -> dict[str, Any]:
         return {}
 
 
-def remove_error_file(error_file: str) -> None:
+def remove_with_folder(path: str) -> None:
+    """Remove a temporary file that has a folder of its own."""
     with contextlib.suppress(OSError):
-        os.unlink(error_file)
+        os.unlink(path)
     with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(error_file))
+        os.rmdir(os.path.dirname(path))
 
 
 def record_of(command: Command, argument: str, error_file: str, host: str) -> dict[str, Any]:
@@ -518,7 +536,7 @@ def write_error_file(message: str, **extra: str) -> None:
 
 
 def left_file(control: str, rank: str, attempt: str) -> str:
-    """Beside the socket of the supervisor: a rank that was to stop has handed in what it had."""
+    """Beside the socket of the supervisor: a rank that was to stop has uploaded what it had."""
     return os.path.join(os.path.dirname(control), "errors", f"{rank}.{attempt}.left")
 
 
@@ -610,7 +628,7 @@ def run(arguments: list[str], *, record: str, limit: int, is_bound: bool) -> NoR
     if record:
         _write(record, ended, limit)
     if is_own_file:
-        remove_error_file(error_file)
+        remove_with_folder(error_file)
     end_as(ended, None if command.failure else command.status)
 
 

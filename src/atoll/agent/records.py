@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 DESIRED, GATE = "desired", "gate"
 CLAIM, START, HEARTBEAT, EXIT = "claim", "start", "heartbeat", "exit"
-RESULT = "result"  # of an attempt, beside the records
+RESULT, STACKS = "result", "stacks"  # of an attempt, beside the records
+# Of an attempt: what it answered to a request in the desired state, and that its round timed out.
+ANSWER, ASK = "answer", "ask"
 LAUNCH, RENDEZVOUS, CODE = "launch", "rendezvous", "code"  # documents beside the records
 # A page of 4 KiB holds an exit with its message; the rest is for the last lines of the log.
 MAX_RECORD_BYTES = 16_384

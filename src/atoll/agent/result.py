@@ -61,7 +61,7 @@ def set_result(value: Any, *, pickled: bool | None = None) -> None:
     leave(result)
 
 
-def hand_in(value: Any) -> None:
+def set_return_value(value: Any) -> None:
     """Set the result of a function that has ended well; if that fails, leave the reason instead."""
     try:
         set_result(value)

@@ -2,7 +2,8 @@
 
 py-spy reads them if it is installed; else the process dumps them itself, on a signal that
 `hook/sitecustomize.py` registered. A process without that handler is never sent the signal: it
-would end. Only the standard library is imported: the supervisor runs this before it kills a rank.
+would end. One file for Python 3.7 and its standard library: supervisors and wrappers run it before
+they kill a rank.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
 
-from atoll.agent.process import CONTROL_VARIABLE, TAKE_STACKS
+if __package__:
+    from atoll.agent import process
+else:  # beside it in one archive
+    process = __import__("process")
+
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
+    Json = dict[str, Any]
 
 SIGNAL = signal.SIGRTMAX - 2  # no program is known to use it; `hook/sitecustomize.py` has it, too
 MEMORY = "/memfd:atoll-stacks"  # what the file of the dump is called in /proc
-REQUEST_S = 5.0  # for the stacks of all ranks, before a rank goes on without them
+REQUEST_S = 5.0  # for the stacks of all ranks, before a rank continues without them
 INSTALL = "install py-spy (pip install '.[stacks]' in a clone of atoll)"
 MAX_PROCESSES = 32  # of a rank: eight GPUs with three data loaders each
 MAX_THREADS, MAX_FRAMES, MAX_CODE = 64, 64, 120
 DUMP_S = 1.0  # a dump takes a millisecond of CPU; a starved machine needs its turn for that
 PY_SPY_S = 5.0  # it reads symbols first: 0.1 to 1 s on a quiet machine
 STABLE_S = 0.03  # without growth, after which a dump is complete
-
-Json = dict[str, Any]
 
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -229,11 +236,11 @@ def _code_at(pid: int, path: str, line: int) -> str:
 
 
 def request_all() -> None:
-    """In a rank: has the supervisor take the stacks of all ranks of the training, and waits for it.
+    """In a rank: has its supervisor or wrapper take the stacks of all ranks, and waits for it.
 
     Does nothing where there is none to ask, and never raises.
     """
-    control = os.environ.get(CONTROL_VARIABLE)
+    control = os.environ.get(process.CONTROL_VARIABLE)
     if not control:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
@@ -243,11 +250,11 @@ def request_all() -> None:
             connection.connect(f"/proc/self/fd/{folder}/{os.path.basename(control)}")
         finally:
             os.close(folder)
-        connection.send(TAKE_STACKS)
+        connection.send(process.TAKE_STACKS)
         deadline = time.monotonic() + REQUEST_S
         while time.monotonic() < deadline:
             answer = connection.recv(4096)
-            if not answer or TAKE_STACKS in answer:
+            if not answer or process.TAKE_STACKS in answer:
                 return
 
 

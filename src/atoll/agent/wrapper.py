@@ -23,14 +23,15 @@ import time
 from math import inf
 
 if __package__:
-    from atoll.agent import process, records
+    from atoll.agent import inspector, process, records
 else:  # beside it in one archive
-    process, records = __import__("process"), __import__("records")
+    inspector, process, records = map(__import__, ("inspector", "process", "records"))
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from atoll.agent.inspector import Inspector
     from atoll.agent.records import RecordStore
 
 
@@ -210,11 +211,14 @@ class RankAttempt:
 class DesiredStateWatcher:
     """Follows the desired state beside a running command, in a thread: a store may be slow."""
 
-    def __init__(self, attempt: RankAttempt, command: process.Command) -> None:
+    def __init__(
+        self, attempt: RankAttempt, command: process.Command, inspector: Inspector
+    ) -> None:
         self.is_stop_wanted = False
         self.is_concluded = False
         self._attempt = attempt
         self._command = command
+        self._inspector = inspector
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -249,6 +253,7 @@ class DesiredStateWatcher:
                 if not self.is_stop_wanted and self._attempt.is_unwanted(unless_missing=True):
                     self.is_stop_wanted = True
                     self._command.wake()
+                self._inspector.answer((self._attempt.desired or {}).get("request"))
             if self._over.wait(record_store.poll_s):
                 return
 
@@ -261,10 +266,16 @@ class StopPolicy:
         command: process.Command,
         watch: DesiredStateWatcher,
         launch: dict[str, Any],
+        inspector: Inspector,
         ends_at: float | None = None,
     ) -> None:
         self.reason = ""  # why it was ended; empty if it ended by itself
         self.message = ""
+        self.no_stacks = ""  # why none were taken before it was killed
+        self._inspector = inspector
+        self._taken: threading.Event | None = None  # its stacks, before it is killed
+        self._taken_by = inf  # then it is killed without them
+        self._early_s = 0.0  # by which they are taken before the kill, which cannot wait
         self._command = command
         self._watch = watch
         self._grace_s = launch["stop_grace_s"]
@@ -282,7 +293,8 @@ class StopPolicy:
         if command.is_orphan:
             self.note_orphan()
         elif self._watch.is_concluded:
-            self._kill("SupervisorLost", "it was given up as lost")
+            self.no_stacks = "it was given up as lost"
+            self._kill("SupervisorLost", self.no_stacks)
         elif self.reason != "Stopped" and (self._watch.is_stop_wanted or self._is_time_up(now)):
             self.reason, self._kill_at = "Stopped", now + self._grace_s
             self.stop_requested_at = time.time()
@@ -293,15 +305,37 @@ class StopPolicy:
             command.kill(signal.SIGTERM)
         elif command.signalled and self._kill_at is None:
             self._kill_at = now + max(self._eviction_s - EVICTION_MARGIN_S, 0.1)
+            self._early_s = process.STACKS_S
         elif command.stopped_at is not None and now >= command.stopped_at + FROZEN_AFTER_S:
             self._kill("Frozen", f"stopped by a signal for over {FROZEN_AFTER_S:g} s")
-        if self._kill_at is not None and now >= self._kill_at:
-            command.kill(signal.SIGKILL)
-            self._kill_at = now + 1.0
-        return 0.5 if self._kill_at is None else max(min(self._kill_at - now, 0.5), 0.01)
+        if self._kill_at is None:
+            return 0.5
+        if now >= self._kill_at - self._early_s and not self._wait_for_stacks(now):
+            if now >= self._kill_at:
+                command.kill(signal.SIGKILL)
+                self._kill_at = now + 1.0
+        return max(min(self._kill_at - now, 0.5), 0.05)
+
+    def _wait_for_stacks(self, now: float) -> bool:
+        """Whether the kill has to wait: its stacks are taken first, if that does not take long."""
+        if self._grace_s == 0 and self.reason in ("Stopped", "DeadlineExceeded"):
+            self.no_stacks = "it had no grace period"
+        if self.no_stacks:
+            return False
+        if self._taken is None:
+            is_frozen = self.reason == "Frozen"
+            cause = process.FROZEN_CAUSE if is_frozen else process.GRACE_CAUSE
+            self._taken = self._inspector.keep(cause, can_continue=is_frozen)
+            self._taken_by = now + process.STACKS_S
+        if self._taken.is_set():
+            return False
+        if now >= self._taken_by:
+            self.no_stacks = f"they were not taken within {process.STACKS_S:g} s"
+        return now < self._taken_by
 
     def note_orphan(self) -> None:
-        self._kill("SupervisorLost", "the process that started its wrapper has ended")
+        self.no_stacks = "the process that started its wrapper has ended"
+        self._kill("SupervisorLost", self.no_stacks)
 
     def _is_time_up(self, now: float) -> bool:
         return self._ends_at is not None and now >= self._ends_at
@@ -401,6 +435,15 @@ def with_path(env: dict[bytes, bytes], root: str, folders: list[str]) -> dict[by
     before = env.get(b"PYTHONPATH")
     joined = os.pathsep.encode().join([*paths, *([before] if before else [])])
     return {**env, b"PWD": os.fsencode(root), **({b"PYTHONPATH": joined} if paths else {})}
+
+
+def with_hook(env: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """The environment in which a Python rank registers the dump of its stacks."""
+    switch, before = (
+        os.fsdecode(env.get(name, b"")) for name in (process.SWITCH.encode(), b"PYTHONPATH")
+    )
+    path = process.hook_path(switch, before)
+    return env if path is None else {**env, b"PYTHONPATH": os.fsencode(path)}
 
 
 def environment_for(
@@ -506,8 +549,11 @@ def run(attempt: RankAttempt) -> int:
         env = environment_for(attempt, launch, gate, meeting_of(attempt, launch))
         if root:
             env = with_path(env, root, launch["code"]["path"])
+        env = with_hook(env)
         result = result_path(attempt, launch)
         env[process.RESULT_VARIABLE.encode()] = os.fsencode(result)
+        own = inspector.Inspector(attempt, open_record_store(launch["results"]))
+        env[process.CONTROL_VARIABLE.encode()] = os.fsencode(own.listen())
         is_own_file = not env.get(process.ERROR_VARIABLE.encode())
         error_file = process.error_file_of(env)
         started_at = time.time()
@@ -519,12 +565,19 @@ def run(attempt: RankAttempt) -> int:
     except OSError as error:  # no process to be had, or no disk for files
         return _unstarted(attempt, None, f"{error}")
     command.times = open_times(attempt, launch)
+    own.follow(command)
     use = process.watch_use(env, command, is_contained=False)
-    watch = DesiredStateWatcher(attempt, command)
+    watch = DesiredStateWatcher(attempt, command, own)
     lifetime_s = launch.get("life_s")
     ends_at = None if lifetime_s is None else started_monotonic + lifetime_s
-    stop_policy = StopPolicy(command, watch, launch, ends_at)
-    command.wait(stop_policy.tick)
+    stop_policy = StopPolicy(command, watch, launch, own, ends_at)
+
+    def tick() -> float:
+        if use is not None:
+            own.note_idle(use.unchanged_s(), launch.get("stall_s"))
+        return stop_policy.tick()
+
+    command.wait(tick)
     watch.close()
     if use is not None:
         use.close()
@@ -550,11 +603,19 @@ def run(attempt: RankAttempt) -> int:
         record["reason"] = stop_policy.reason
         record["message"] = stop_policy.message or record.get("message", "")
     record["stopped"] = stop_policy.reason == "Stopped"
+    stack = own.summary
+    if stop_policy.no_stacks and not stack:
+        stack = ["no stacks: " + stop_policy.no_stacks]
+    if stack:
+        record["stack"] = stack
     if not watch.is_concluded:
         attempt.end(record)
     leave_note(launch, record)
+    own.close()
     if is_own_file:
-        process.remove_error_file(error_file)
+        process.remove_with_folder(error_file)
+    if not launch["results"].startswith("/"):
+        process.remove_with_folder(result)
     process.end_as(record, None if command.failure else command.status)
 
 

@@ -31,7 +31,7 @@ from atoll.core.checks import ENV_PATTERN, Pattern, check_fields, is_text
 from atoll.core.errors import Temporary, ValidationError, missing_package
 from atoll.core.executors import PlaneContext
 from atoll.core.model import SpecModel
-from atoll.core.ports import NO_STALL_RESTART, Limit, check_supported, no_way_into, refuse
+from atoll.core.ports import NO_STALL_RESTART, Limit, check_supported, refuse
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.core.stores import store_uri
@@ -46,6 +46,8 @@ WRAPPER_PARTS = {
         name: name
         for name in ("process.py", "records.py", "unpack.py", "machine_use.py", "metric_sinks.py")
     },
+    **{name: name for name in ("inspector.py", "stacks.py", "hook/sitecustomize.py")},
+    "stack_text.py": "../core/stacks.py",
 }
 ZIP_DATE = (2020, 1, 1, 0, 0, 0)  # the same files make the same bytes
 RECORDS, LOGS = "records", "logs"
@@ -55,6 +57,8 @@ FETCHED = "/tmp/atoll"  # the folder of a rank for what it fetches from a store
 LOG_FILE = f"{0:020d}.log"  # as `logs/segments.py` names a log that is never cut
 TIMES_FILE = f"{0:020d}.times"  # as `logs/segments.py` names its times
 
+
+Limits = tuple[Limit, ...]
 
 # By which a job is found, and which attempt it is: tags or labels of the backend.
 UID, RANK, ATTEMPT = "atoll-uid", "atoll-rank", "atoll-attempt"
@@ -80,8 +84,8 @@ def key_of(labels: Mapping[str, str] | None) -> AttemptKey | None:
     return (int(rank), int(attempt)) if rank.isdigit() and attempt.isdigit() else None
 
 
-def separate_jobs(jobs: str) -> tuple[Limit, ...]:
-    """What no service can do whose jobs do not reach each other."""
+def separate_jobs(jobs: str, instead: str = "'atoll stacks' shows where ranks are") -> Limits:
+    """What no service can do whose jobs do not reach each other. `instead`: of `atoll exec`."""
     alone = f"expected none: {jobs} do not reach each other"
     return (
         refuse("mesh", alone),
@@ -92,7 +96,7 @@ def separate_jobs(jobs: str) -> tuple[Limit, ...]:
             when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
         ),
         NO_STALL_RESTART,
-        *no_way_into(jobs),
+        refuse("exec", f"it cannot run commands in {jobs}: {instead}"),
     )
 
 
@@ -164,7 +168,13 @@ class StoreOptions(BackendOptions, frozen=True):
         self.check_store("rendezvous_uri", uri)
         return uri.rstrip("/")
 
+    def hardware_of(self, spec: TrainingSpec) -> str | None:
+        """What a rank runs on, in the service's words; None: whatever it has. Raises
+        ValidationError, naming the field, for what the service lacks."""
+        return None
+
     def check(self, spec: TrainingSpec) -> None:
+        self.hardware_of(spec)
         if self.NEEDS_IMAGE and not (spec.image or self.image):
             expected = "expected an image, of the training or of the executor"
             raise ValidationError("image", spec.image, expected)

@@ -14,7 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from atoll.agent.process import read_record
-from atoll.agent.records import CLAIM, DESIRED, EXIT, GATE, HEARTBEAT, START, Facts, RecordStore
+from atoll.agent.records import (
+    ASK,
+    CLAIM,
+    DESIRED,
+    EXIT,
+    GATE,
+    HEARTBEAT,
+    STACKS,
+    START,
+    Facts,
+    RecordStore,
+)
 from atoll.agent.result import NONE, parse_result
 from atoll.agent.wrapper import read
 from atoll.backends.records import Ages, AttemptKey, FoldMemory, Json
@@ -26,7 +37,9 @@ RETRY_S = 5.0  # for a file server that shows a new file late
 AGAIN_S = 0.2
 # Requests under way at a time: enough to hide the latency of a bucket, few for its rate limits.
 READS_AT_ONCE = 16
-_NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{HEARTBEAT})")
+_NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{HEARTBEAT}|{ASK})")
+
+_STACKS = re.compile(rf"(\d+)\.(\d+)\.{STACKS}")
 
 
 class _Change(NamedTuple):
@@ -43,6 +56,7 @@ class _Batch(NamedTuple):
     desired: Json | None
     records: dict[str, Json]  # new ones, by name
     stamps: dict[AttemptKey, dict[str, int]]
+    asking: frozenset[AttemptKey] = frozenset()  # attempts whose outer round timed out
 
 
 class RecordReader:
@@ -54,6 +68,7 @@ class RecordReader:
         self.record_store = record_store
         self.facts = Facts()
         self.memory: FoldMemory = {}
+        self.asking: frozenset[AttemptKey] = frozenset()
         self._clock = clock
         self._read: set[str] = set()
         self._names: dict[str, tuple[AttemptKey, str]] = {}  # as parsed: there are thousands
@@ -66,6 +81,7 @@ class RecordReader:
             return _Batch(None, {}, {})
         entries = self.record_store.entries()
         stamps: dict[AttemptKey, dict[str, int]] = {}
+        asking = set()
         new = [GATE] if GATE in entries and GATE not in self._read else []
         for name, stamp in entries.items():
             own = self._names.get(name)
@@ -75,10 +91,13 @@ class RecordReader:
                     continue
                 own = self._names[name] = ((int(match[1]), int(match[2])), match[3])
             key, kind = own
+            if kind == ASK:
+                asking.add(key)
+                continue
             stamps.setdefault(key, {})[kind] = stamp
             if kind != HEARTBEAT and name not in self._read:
                 new.append(name)
-        return _Batch(desired, self._fetch(new), stamps)
+        return _Batch(desired, self._fetch(new), stamps, frozenset(asking))
 
     def take(self, batch: _Batch) -> None:
         """Take in what was fetched. Without a desired state there are no facts: all are gone."""
@@ -89,6 +108,7 @@ class RecordReader:
         for name, record in batch.records.items():
             self.facts.add(record)
             self._read.add(name)
+        self.asking = batch.asking
         now = self._clock()
         for key, own in batch.stamps.items():
             last = self._changes.get(key)
@@ -193,3 +213,15 @@ async def read_result(
         if time.monotonic() >= deadline:
             raise Temporary(f"{what} cannot be read: {trouble}")
         await asyncio.sleep(AGAIN_S)
+
+
+def read_stacks(store: RecordStore) -> list[Json]:
+    """Return the stacks that wrappers took by themselves, of the newest attempt of each rank."""
+    newest: dict[int, tuple[int, str]] = {}
+    for name in store.entries():
+        if match := _STACKS.fullmatch(name):
+            rank, attempt = int(match[1]), int(match[2])
+            newest[rank] = max(newest.get(rank, (0, "")), (attempt, name))
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        documents = pool.map(lambda name: read(store, name), (newest[r][1] for r in sorted(newest)))
+        return [document for document in documents if document is not None]

@@ -11,14 +11,17 @@ import asyncio
 import contextlib
 import shutil
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from atoll.agent.process import RECORD_VARIABLE, TAIL_LINES, record_line
+from atoll.agent.process import RECORD_VARIABLE, ROUND_CAUSE, TAIL_LINES, record_line
 from atoll.agent.records import (
+    ANSWER,
+    ASK,
     BY_EXECUTOR,
     CLAIM,
     CODE,
@@ -36,9 +39,9 @@ from atoll.agent.records import (
     gate_record,
     name_of,
 )
-from atoll.agent.wrapper import Folder, code_root, write
+from atoll.agent.wrapper import Folder, code_root, read, write
 from atoll.backends.launch import TOGETHER, RankLayout, render_launch, store_uri_of
-from atoll.backends.reader import RecordReader, read_result
+from atoll.backends.reader import RecordReader, read_result, read_stacks
 from atoll.backends.records import (
     AttemptKey,
     DueAttempt,
@@ -47,6 +50,7 @@ from atoll.backends.records import (
     Json,
     OpenStartGate,
     StopJobs,
+    TakeStacks,
     Timing,
     WriteExit,
     desired_of,
@@ -54,16 +58,17 @@ from atoll.backends.records import (
     has_open_cause,
 )
 from atoll.core.config import options_of
-from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.errors import Conflict, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.model import decode, encode
 from atoll.core.ports import Executor, StopCause
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Followup, Observation, Training
+from atoll.core.status import DesiredState, Followup, Observation, RankStatus, Training
 
 TAIL_S = 5.0  # how long the executor looks for the last lines of a rank whose exit it writes
 # Of a shared training: its spec, and why it was stopped, for the processes that follow it.
 TRAINING, CAUSE = "training", "cause"
+ANSWER_S = 10.0  # for a dump on a starved machine: py-spy alone has 5 s a process
 LAUNCH_PREFIX = "replicas-"  # of the name of a launch, before its uid
 RELIST_LOOKS = 5  # the backend is asked at least so often, whatever the records say
 # Where ranks meet, by the name of the variable: filled in by the wrapper from what rank 0 says.
@@ -111,6 +116,7 @@ class RecordedBackend(Executor):
         self._ended: dict[str, dict[AttemptKey, float]] = {}  # since when the backend says so
         self._listings: dict[str, _Listing] = {}
         self._gangs: dict[str, Any] = {}
+        self._requests: dict[str, asyncio.Lock] = {}
 
     def gang(self, training: Training) -> Any:
         """What this process knows of the jobs of the training, a `gang_type`."""
@@ -240,7 +246,11 @@ class RecordedBackend(Executor):
             if not has_news(training, hit):
                 raise
             return replace(hit, message=str(error), followups=())
-        return self._fold(training, reader, jobs).observation
+        observation = self._fold(training, reader, jobs).observation
+        if reader.asking and not training.status.phase.is_terminal:
+            stacks = TakeStacks(tuple(sorted(reader.asking)))
+            observation = replace(observation, followups=(*observation.followups, stacks))
+        return observation
 
     async def perform(self, training: Training, followup: Followup) -> None:
         match followup:
@@ -251,6 +261,72 @@ class RecordedBackend(Executor):
             case OpenStartGate(together=together):
                 gate = write(gate_record(together, self._clock()))
                 await asyncio.to_thread(self.record_store_of(training).create, GATE, gate)
+            case TakeStacks(asking=asking):
+                names = [name_of(*key, ASK) for key in asking]
+                await asyncio.to_thread(self.record_store_of(training).delete, names)
+                without = [rank for rank, _ in asking]
+                async with self._turn(training):
+                    await self._ask(training, None, without=without, cause=ROUND_CAUSE)
+
+    # Requests to ranks: in the document of the desired state, which their wrappers read anyway.
+
+    async def take_stacks(
+        self, training: Training, ranks: Sequence[RankStatus]
+    ) -> list[dict[str, Any]]:
+        answers = await self._request(training, ranks)
+        return [
+            {**stacks_of(rank), **(answers.get(rank.rank) or {"reason": self._no_answer()})}
+            for rank in ranks
+        ]
+
+    async def kill(self, training: Training, rank: RankStatus, number: int) -> None:
+        if not await self._request(training, [rank], signal=number):
+            raise Temporary(f"rank {rank.rank} of {training.name!r}: {self._no_answer()}")
+
+    async def stored_stacks(self, training: Training) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(read_stacks, self.result_store(training))
+
+    async def _request(
+        self, training: Training, ranks: Sequence[RankStatus], **request: Any
+    ) -> dict[int, Json]:
+        """What the wrappers of these ranks answer, by rank, as far as they do in time. One request
+        of a training at a time: a second one would take the place of the first."""
+        store = self.record_store_of(training)
+        waiting = {name_of(one.rank, one.attempt, ANSWER): one.rank for one in ranks}
+        answers: dict[int, Json] = {}
+        async with self._requests.setdefault(training.uid, asyncio.Lock()):
+            await asyncio.to_thread(store.delete, list(waiting))
+            async with self._turn(training):
+                # All of thousands are not listed: wrappers read the document at every poll.
+                is_all = len(ranks) == sum(one.is_alive for one in training.status.ranks)
+                numbers = None if is_all and not request else [one.rank for one in ranks]
+                id = await self._ask(training, numbers, **request)
+            deadline = time.monotonic() + self._answer_s()
+            while waiting and time.monotonic() < deadline:
+                await asyncio.sleep(min(self.timing.observe_s, 0.5) / 2)
+                entries = await asyncio.to_thread(store.entries)
+                for name in [name for name in waiting if name in entries]:
+                    answer = await asyncio.to_thread(read, store, name)
+                    if answer is not None and answer.pop("id") == id:
+                        answers[waiting.pop(name)] = answer
+        return answers
+
+    async def _ask(self, training: Training, ranks: list[int] | None, **request: Any) -> str:
+        """Puts the request where wrappers look. Raises Conflict if there is no such document."""
+        desired = (await self._refreshed(training)).facts.desired
+        if desired is None:
+            raise Conflict(f"no rank of {training.name!r} runs")
+        id = uuid.uuid4().hex
+        document = {**desired, "request": {"id": id, "ranks": ranks, **request}}
+        await self._put(training, DESIRED, document)
+        return id
+
+    def _answer_s(self) -> float:
+        """How long an answer takes at most: two looks at the store, of each side, and the dump."""
+        return ANSWER_S + 4 * self.timing.observe_s
+
+    def _no_answer(self) -> str:
+        return f"its wrapper did not answer within {self._answer_s():g} s"
 
     async def release(self, training: Training) -> None:
         if not self.is_shared:
@@ -412,6 +488,7 @@ class RecordedBackend(Executor):
             "stop_grace_s": spec.stop_grace_s,
             "eviction_s": self.eviction_s,
             "deadline_s": spec.deadline_s,
+            "stall_s": spec.stall_s,
             "gated": self.has_gate,
             "job_variable": self.job_variable,
             "results": self.result_store(training).uri,
@@ -550,13 +627,18 @@ class RecordedBackend(Executor):
             root = code_root(record_store, training.uid, training.spec.code.digest)
             await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
         await self.clear(training, with_logs=False)
-        for memory in (self._readers, self._turns, self._ended, self._listings, self._gangs):
+        memories = (self._readers, self._ended, self._listings, self._gangs)
+        for memory in (*memories, self._turns, self._requests):
             memory.pop(training.uid, None)
 
     @contextlib.asynccontextmanager
     async def _turn(self, training: Training) -> AsyncIterator[None]:
         async with self._turns.setdefault(training.uid, asyncio.Lock()):
             yield
+
+
+def stacks_of(rank: RankStatus) -> Json:
+    return {"rank": rank.rank, "attempt": rank.attempt, "at": time.time()}
 
 
 def _by_digest(training: Training) -> Training:

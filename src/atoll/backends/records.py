@@ -42,6 +42,7 @@ AttemptKey = tuple[int, int]  # rank, attempt
 BACKEND_SIGNALS = frozenset({"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"})
 AT_GATE = "start gate: it waits for the other ranks"
 PAUSED = "paused by its backend"
+NO_STACKS = "no stacks: its wrapper, which takes them, left no record"
 
 
 class JobState(NamedTuple):
@@ -122,6 +123,12 @@ class OpenStartGate(Followup, frozen=True):
     """The ranks that wait at the gate start, and so do all that come later."""
 
     together: int
+
+
+class TakeStacks(Followup, frozen=True):
+    """All ranks take their stacks but these attempts, whose round timed out: they have theirs."""
+
+    asking: tuple[AttemptKey, ...]
 
 
 class DueAttempt(NamedTuple):
@@ -374,6 +381,7 @@ def _lost(case: Case) -> Json:
         "startedAt": facts.started_at,
         "host": facts.host,
         "stopped": case.is_unwanted,
+        **({} if facts.start is None else {"stack": [NO_STACKS]}),
     }
     return exit_record(facts.rank, facts.attempt, end)
 

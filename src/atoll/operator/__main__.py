@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from atoll.operator.tokens import KubernetesTokens
 
 namespace_option = click.option(
-    "--namespace", help="Namespace whose trainings are served.", show_default="all namespaces"
+    "--namespace", help="Namespace whose trainings to serve.", show_default="all namespaces"
 )
 options_option = click.option(
     "--options", default="", help='Options of the executor as JSON: \'{"image": "…"}\'.'
@@ -51,9 +51,7 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @namespace_option
-@click.option(
-    "--home", help="Namespace whose lease is used.", show_default="the operator's own namespace"
-)
+@click.option("--home", help="Namespace of the lease.", show_default="the operator's own namespace")
 @click.option(
     "--identity",
     help="Name of this operator in the lease.",
@@ -79,7 +77,7 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--data",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for metrics and messages to webhooks: a volume that outlives the operator.",
+    help="Folder for metrics and webhook messages: a volume that outlives the operator.",
     show_default="a temporary one",
 )
 @click.option(
@@ -89,7 +87,7 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option(
     "--reports-uri",
-    help="Address of this API as pods reach it, or an object store, for what ranks report.",
+    help="Address at which pods reach this API, or an object store, for metrics of ranks.",
     show_default="ranks report nothing",
 )
 @options_option
@@ -181,8 +179,8 @@ async def operator_tokens(home: str | None) -> AsyncIterator[KubernetesTokens]:
 @click.option(
     "--volume",
     metavar="CLAIM",
-    help="PersistentVolumeClaim for metrics and messages to webhooks.",
-    show_default="an emptyDir, which goes with the pod",
+    help="PersistentVolumeClaim for metrics and webhook messages.",
+    show_default="an emptyDir, which is deleted with the pod",
 )
 @click.option(
     "--config",

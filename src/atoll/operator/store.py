@@ -110,7 +110,8 @@ class KubernetesStore:
             if mark is not None and (original := await self._find_by_key(training, mark)):
                 return original, False
             raise Conflict(
-                f"a training named {training.name!r} exists: choose another name, or delete it"
+                f"a training named {training.name!r} exists: choose another name, or delete "
+                "it, as --replace and replace=True do"
             ) from error
         return to_training(raw), True
 

@@ -6,7 +6,6 @@ in one variable. `rank_env` names one more variable that carries the rank; it is
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import logging
@@ -17,8 +16,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.agent.entrypoint import OWN_MODULES, ReplicaCall, missing_keywords, trainer_call
+from atoll.agent.entrypoint import (
+    OWN_MODULES,
+    ReplicaCall,
+    as_argv,
+    missing_keywords,
+    trainer_call,
+)
 from atoll.backends.launch import RANK_VARIABLES
+from atoll.code.functions import pickle_function, pickle_value
 from atoll.core.checks import (
     ARGS_VARIABLE,
     ENTRYPOINT_VARIABLE,
@@ -78,13 +84,12 @@ def read_entry(
             raise ValidationError("entrypoint_args", sorted(args), str(error)) from error
     if _FUNCTION.fullmatch(text):
         return Entry({"source": _function(_payload(text, args))}, name)
-    path = Path(text)
+    path = Path(text).resolve()
     if not path.is_file():
-        if text.endswith(".py") or "/" in text or not _MODULE.fullmatch(text):
-            expected = "expected a script that is there, 'package.module' or 'module:name'"
+        if text.endswith(".py") or not _MODULE.fullmatch(text):
+            expected = "expected an existing script, 'package.module' or 'module:name'"
             raise ValidationError("entrypoint", text, expected)
         return Entry({"command": [python, "-m", text, *as_argv(args)]}, name)
-    path = path.resolve()
     if is_in_place:
         runs: dict[str, Any] = {"command": [python, str(path)]}
     else:
@@ -128,10 +133,9 @@ def read_in_image(entrypoint: object, command: list[str]) -> Entry:
 
 
 def _pickled_call(function: Callable[..., Any], args: Mapping[str, Any]) -> bytes:
-    if inspect.iscoroutinefunction(function):
-        raise ValidationError("entrypoint", function, "expected a plain function, not an async one")
+    pickled = pickle_function("entrypoint", function)
     _check_fit(function, args)
-    return _payload(_dumps("entrypoint", function, _module_of(function)), args)
+    return _payload(pickled, args)
 
 
 def _check_fit(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -149,34 +153,9 @@ def _check_fit(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
 def _payload(function: bytes | str, args: Mapping[str, Any]) -> bytes:
     import pickle
 
-    pickled = {key: _dumps(f"entrypoint_args.{key}", value) for key, value in args.items()}
+    pickled = {key: pickle_value(f"entrypoint_args.{key}", value) for key, value in args.items()}
     path = [str(Path(entry).resolve()) for entry in sys.path]
     return pickle.dumps(ReplicaCall(function, pickled, path))
-
-
-def _dumps(field: str, value: Any, module: Any = None) -> bytes:
-    """Pickles `module` by value, because a replica may not be able to import it."""
-    import cloudpickle
-
-    try:
-        if module is not None:
-            cloudpickle.register_pickle_by_value(module)
-        return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # the object may hold anything, which fails in its own way
-        expected = f"expected something that can be pickled ({type(error).__name__}: {error})"
-        raise ValidationError(field, value, expected) from error
-    finally:
-        if module is not None:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _module_of(function: Callable[..., Any]) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(inspect.unwrap(function), "__module__", None) or ""
-    top = name.partition(".")[0]
-    is_shared = top in ("__main__", "atoll") or top in sys.stdlib_module_names
-    return None if is_shared else sys.modules.get(name)
 
 
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
@@ -219,18 +198,11 @@ def read_arguments(args: object, *, n_replicas: int, is_function: bool) -> Argum
         raise ValidationError(f"entrypoint_args.{WORLD}", world, expected)
     # Its variable is set for every replica.
     others = {key: value for key, value in values.items() if key != WORLD}
-    env = _scalars(others, is_function=is_function)
-    env |= _as_json(values, is_function=is_function)
-    rank_env = args.get(RANK_ENV)
-    if rank_env is not None:
+    env = _scalars(others, is_function=is_function) | _as_json(values, is_function=is_function)
+    if (rank_env := args.get(RANK_ENV)) is not None:
         _check_rank_env(rank_env, env)
         env[RANK_ENV_VARIABLE] = rank_env
     return Arguments(values, env)
-
-
-def as_argv(values: Mapping[str, Any]) -> list[str]:
-    """`--key value` for each; text as it is, anything else as JSON."""
-    return [part for key, value in values.items() for part in (f"--{key}", _text(key, value))]
 
 
 def _scalars(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
@@ -243,10 +215,9 @@ def _scalars(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
         field = f"entrypoint_args.{key}"
         if why := _describe_reserved(name):
             raise ValidationError(field, value, f"expected another name: {name} {why}")
-        if name in keys:
-            other = f"expected another name: {name} is the variable of {keys[name]!r}"
+        if (first := keys.setdefault(name, key)) != key:
+            other = f"expected another name: {name} is the variable of {first!r}"
             raise ValidationError(field, value, other)
-        keys[name] = key
         try:
             env[name] = _text(key, value)
         except ValidationError:
@@ -256,19 +227,15 @@ def _scalars(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
 
 
 def _as_json(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:
-    sizes: dict[str, int] = {}
-    for key, value in values.items():
-        try:
-            sizes[key] = len(_json(key, value))
-        except ValidationError:
-            if not is_function:
-                raise
-            return {}
-    if sum(sizes.values()) > MAX_ARGS_BYTES:
-        if is_function:
-            return {}
-        largest = max(sizes, key=lambda key: sizes[key])
-        raise _too_large(largest, values[largest])
+    try:
+        sizes = {key: len(_json(key, value)) for key, value in values.items()}
+        if sum(sizes.values()) > MAX_ARGS_BYTES:
+            largest = max(sizes, key=lambda key: sizes[key])
+            raise _too_large(largest, values[largest])
+    except ValidationError:
+        if not is_function:
+            raise
+        return {}
     return {ARGS_VARIABLE: json.dumps({key: _plain(value) for key, value in values.items()})}
 
 

@@ -28,6 +28,11 @@ Json = dict[str, Any]
 MAX_RUN_ID = 54
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 OPTIONS = {field.name: field for field in fields(KubernetesOptions)}
+# Options that are attributes of the executor as well.
+READ_BACK = (
+    *("node_selector", "runtime_class_name", "cpu_request", "memory_request"),
+    *("ttl_seconds_after_finished", "gpu_resource_key"),
+)
 
 
 class UnknownArgument(ValidationError, TypeError):
@@ -96,21 +101,12 @@ class KubernetesExecutor(ReplicaSurface):
         self._arguments = settings
         self._way = (context, kubeconfig)
         self._run = None if run_id is None else name_part("run_id", run_id)
-        self.image = image
         self.namespace = self._namespace = options.get("namespace") or "default"
-        self.service_account_name = account
-        self.node_selector = options.get("node_selector")
-        self.tolerations = tolerations
-        self.runtime_class_name = options.get("runtime_class_name")
-        self.command = command
-        self.cpu_request = options.get("cpu_request")
-        self.memory_request = options.get("memory_request")
-        self.ttl_seconds_after_finished = self._options.ttl_seconds_after_finished
-        self.backoff_limit = backoff_limit
-        self.gpu_resource_key = self._options.gpu_resource_key
-        self.run_id = run_id
-        self.batch_api = batch_api
-        self.core_api = core_api
+        self.batch_api, self.core_api = batch_api, core_api
+        self.image, self.tolerations, self.command = image, tolerations, command
+        self.backoff_limit, self.run_id, self.service_account_name = backoff_limit, run_id, account
+        for name in READ_BACK:
+            setattr(self, name, options.get(name, getattr(self._options, name)))
         self._check_way()
 
     def _make_backend(self) -> KubernetesBackend:
@@ -162,15 +158,13 @@ class KubernetesExecutor(ReplicaSurface):
         return objects
 
     def _check_way(self) -> None:
-        apis = {"batch_api": self.batch_api, "core_api": self.core_api}
-        settings = [field for field, api in apis.items() if api is not None]
-        if settings and any(self._way):
-            name, value = next(
-                pair for pair in zip(("context", "kubeconfig"), self._way, strict=True) if pair[1]
-            )
-            raise ValidationError(name, value, f"expected none: {settings[0]} knows the cluster")
-        if settings:
-            self._official()
+        api = "core_api" if self.batch_api is None else "batch_api"
+        if getattr(self, api) is None:
+            return
+        for name, value in zip(("context", "kubeconfig"), self._way, strict=True):
+            if value:
+                raise ValidationError(name, value, f"expected none: {api} knows the cluster")
+        self._official()
 
     def _official(self) -> Any:
         from atoll.backends.kubernetes.access import access_of
@@ -300,8 +294,4 @@ def _check_known(options: Mapping[str, Any]) -> None:
 
 def _meant(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return (
-        f"there is no such argument: did you mean {close[0]!r}?"
-        if close
-        else ("there is no such argument")
-    )
+    return "there is no such argument" + (f": did you mean {close[0]!r}?" if close else "")

@@ -8,7 +8,6 @@ instead, which follows them to their end.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import fcntl
 import os
@@ -26,13 +25,9 @@ from typing import Any
 
 import atoll
 from atoll.backends.local import processes
-from atoll.backends.local.adoption import (
-    delete,
-    mark_deleted,
-    read_record,
-)
+from atoll.backends.local.adoption import delete, mark_deleted, read_record
 from atoll.backends.local.executor import LocalBackend
-from atoll.backends.local.state import state_dir
+from atoll.backends.local.state import state_dir as default_state_dir
 from atoll.core.checks import is_text
 from atoll.core.errors import AtollError, NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
@@ -43,15 +38,10 @@ from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 CLEAR_S = 20.0  # ranks that ignore SIGTERM are killed after 5 s; many take longer
 PREFIX = "atoll-replicas-"
-_REAPER = (
+# What a small process beside the script runs: a function of this file, by its name.
+_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from atoll.replicas.local import reap; reap(sys.argv[2])"
-)
-
-
-_FOLLOWER = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from atoll.replicas.local import follow_to_end; follow_to_end(*sys.argv[2:])"
+    "from atoll.replicas import local; getattr(local, sys.argv[2])(*sys.argv[3:])"
 )
 RETENTION_S = 7 * 86_400.0  # how long the record of a detached launch is kept after its end
 
@@ -59,8 +49,8 @@ RETENTION_S = 7 * 86_400.0  # how long the record of a detached launch is kept a
 class LocalProcessExecutor(ReplicaSurface):
     """Replicas as processes of this machine. They end when the script that launched them does.
 
-    With `detach=True` they go on, and so do their handles: `close` and `with` still end them. What
-    is known of them is stored in `state_dir`, by default `ATOLL_STATE_DIR/replicas`, else
+    With `detach=True` they keep running, and their handles stay valid: `close` and `with` still end
+    them. Their records are in `state_dir`, by default `ATOLL_STATE_DIR/replicas`, else
     `~/.local/state/atoll/replicas`, and deleted a week after their end. With
     `rendezvous_backend="c10d"` the replicas of a launch meet in one world.
     """
@@ -85,8 +75,7 @@ class LocalProcessExecutor(ReplicaSurface):
             raise ValidationError("state_dir", state_dir, "expected a path")
         self.detach = detach
         self._ends_with_script = not detach
-        self.state_dir = Path(default_state_dir() if state_dir is None else state_dir).absolute()
-        self._attached: dict[Path, ScriptPlane] = {}
+        self.state_dir = Path(state_dir or default_state_dir() / "replicas").absolute()
 
     def _make_backend(self) -> Executor:
         return LocalBackend(self._gangs_root)
@@ -96,29 +85,23 @@ class LocalProcessExecutor(ReplicaSurface):
         directory = Path(metadata.get("directory", self.state_dir))
         if self.detach and directory == self.state_dir:
             return self._plane
-        if directory not in self._attached:
-            self._pid  # noqa: B018  whose it is
-            atexit.register(self._end_with_script)
-            self._attached[directory] = ScriptPlane(lambda: LocalBackend(directory))
-        return self._attached[directory]
+        return self._plane_in(directory, lambda: LocalBackend(directory))
 
     def _metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
         root = executor.root if isinstance(executor, LocalBackend) else self._gangs_root
         return {**super()._metadata(training, executor), "directory": str(root)}
 
     def _note_launch(self, training: Training) -> None:
-        if self.detach:
-            start_follower(self.state_dir, training.name)
+        if self.detach:  # it enforces the deadline when the script has ended
+            follower = _start("follow_to_end", self.state_dir, training.name)
+            threading.Thread(target=follower.wait, name="atoll-follower", daemon=True).start()
 
     def _wait_until_recorded(self, job_name: str) -> None:
         """Wait until the end of a launch is in its record, where other processes read it."""
         gang = self._gangs_by_name[job_name]
-        if gang.plane is not None and not gang.training.status.is_released:
+        if gang.plane is not None:
             done = gang.plane.wait([gang], lambda: gang.training.status.is_released, None)
             gang.plane.call(done)
-
-    def _planes(self) -> list[ScriptPlane]:
-        return [*super()._planes(), *self._attached.values()]
 
     @cached_property
     def _gangs_root(self) -> Path:
@@ -137,7 +120,7 @@ class LocalProcessExecutor(ReplicaSurface):
         """The directory of this script, with a reaper from the first instant."""
         clear_abandoned()
         root = new_root()
-        self._reaper = start_reaper(root)
+        self._reaper = _start("reap", root)
         return root
 
     def close(self) -> None:
@@ -146,17 +129,6 @@ class LocalProcessExecutor(ReplicaSurface):
             shutil.rmtree(self._root, ignore_errors=True)
             self._reaper.kill()
             self._reaper.wait()
-
-
-def default_state_dir() -> Path:
-    """Where detached launches are, for all scripts of this user."""
-    return state_dir() / "replicas"
-
-
-def start_follower(directory: Path, job_name: str) -> None:
-    """Start a process that enforces the deadline of a detached launch when the script has ended."""
-    follower = _start(_FOLLOWER, str(directory), job_name)
-    threading.Thread(target=follower.wait, name="atoll-follower", daemon=True).start()
 
 
 def follow_to_end(directory: str, job_name: str) -> None:
@@ -187,15 +159,11 @@ def new_root() -> Path:
     return root
 
 
-def start_reaper(root: Path) -> subprocess.Popen[bytes]:
-    return _start(_REAPER, str(root))
-
-
-def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def _start(function: str, *arguments: Path | str) -> subprocess.Popen[bytes]:
     """Start a small process next to the script."""
-    source = str(Path(atoll.__file__).parents[1])
+    source = Path(atoll.__file__).parents[1]
     return subprocess.Popen(
-        [sys.executable, "-c", code, source, *arguments],
+        [sys.executable, "-c", _PROGRAM, source, function, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -125,19 +125,17 @@ class ModalSpawnExecutor:
             check_timeout(timeout)
         handles = list_handles(handles)
         due = None if timeout is None else time.monotonic() + timeout
-        reports = [self._report(handle) for handle in handles]
-        while any(report["status"] not in TERMINAL for report in reports):
-            left = POLL_S if due is None else due - time.monotonic()
-            if left <= 0:
-                break
-            time.sleep(min(POLL_S, left))
-            reports = [
-                report if report["status"] in TERMINAL else self._report(handle)
-                for report, handle in zip(reports, handles, strict=True)
-            ]
-        for report in reports:
-            if report["status"] not in TERMINAL:
-                report["error"] = f"{report['status']} after {timeout:g} s of waiting"
+        reports = []
+        for handle in handles:
+            report = self._report(handle)
+            while report["status"] not in TERMINAL:
+                left = POLL_S if due is None else due - time.monotonic()
+                if left <= 0:
+                    report["error"] = f"{report['status']} after {timeout:g} s of waiting"
+                    break
+                time.sleep(min(POLL_S, left))
+                report = self._report(handle)
+            reports.append(report)
         return reports
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -20,14 +20,13 @@ from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller, Pass
 from atoll.core.errors import AtollError, Conflict, NotFound, Permanent, Temporary
 from atoll.core.phase import ExitReason, PhaseReason
-from atoll.core.ports import Executor, Key, StopCause, Store
+from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import (
     DesiredState,
     Exit,
     Followup,
     Observation,
     ObservedRank,
-    Status,
     Training,
 )
 from atoll.store.sqlite import MemoryStore
@@ -137,10 +136,6 @@ class ScriptPlane:
             raise
         return gang
 
-    def adopt(self, job_name: str, uid: str | None) -> Gang | None:
-        """The gang of that launch, whoever has launched it; None if there is none."""
-        return self.call(self._adopt(job_name, uid))
-
     def close(self) -> None:
         """Stops and removes every gang that was launched here. Raises if one remains, and may
         then be repeated."""
@@ -227,7 +222,7 @@ class ScriptPlane:
     async def _open(self, make: Callable[[], Executor]) -> Executor:
         executor = make()
         executor.is_shared = True
-        self._shared = SharedExecutor(executor, self.store, self._note_deleted, self._note_observed)
+        self._shared = SharedExecutor(executor, self.store, self._gangs)
         informer = Informer(self.store)
         controller = Controller(
             self.store, {executor.name: self._shared}, informer=informer, on_pass=self._note_pass
@@ -251,12 +246,6 @@ class ScriptPlane:
                 gang.is_removed = update.is_removed
                 self._wake()
 
-    def _note_deleted(self, key: Key) -> None:
-        self._gangs[key].is_deleted = True
-
-    def _note_observed(self, key: Key) -> None:
-        self._gangs[key].observed_at = time.perf_counter()
-
     def _note_pass(self, done: Pass) -> None:
         if gang := self._gangs.get(done.key):  # a backend may report what others launched
             gang.note(done)
@@ -276,28 +265,25 @@ class ScriptPlane:
 
     async def _launch(self, gang: Gang) -> None:
         await self._begin(gang)
-        status = (await self.store.get(gang.training.key)).status
-        if status.failing == PhaseReason.EXECUTOR_REFUSED:
-            raise Permanent(status.failing_message)
+        if gang.training.status.failing == PhaseReason.EXECUTOR_REFUSED:
+            raise Permanent(gang.training.status.failing_message)
 
-    async def _adopt(self, job_name: str, uid: str | None) -> Gang | None:
+    async def adopt(self, job_name: str, uid: str | None) -> Gang | None:
+        """The gang of that launch, whoever has launched it; None if there is none."""
         training = await self.executor.find(job_name, uid)
         if training is None:
             return None
         self._shared.note_adopted(training)
-        gang = Gang(training, self, is_own=False)
-        if gang.is_over:  # the record of its end is all there is to know
-            status = replace(training.status, is_released=True)
-        else:  # unobserved, so that the controller observes it
-            status = replace(training.status, observed_generation=0)
-        gang.training = replace(training, status=status)
-        if gang.is_over:
-            return gang
-        try:
-            await self._begin(gang)
-        except BaseException:
-            await self._forget(gang)
-            raise
+        is_over = training.status.phase.is_terminal  # its record is all there is to know
+        news = {"is_released": True} if is_over else {"observed_generation": 0}
+        status = replace(training.status, **news)
+        gang = Gang(replace(training, status=status), self, is_own=False)
+        if not is_over:
+            try:
+                await self._begin(gang)  # unobserved, so that the controller observes it
+            except BaseException:
+                await self._forget(gang)
+                raise
         return gang
 
     async def _forget(self, gang: Gang) -> None:
@@ -356,18 +342,11 @@ class ScriptPlane:
 class SharedExecutor(Executor):
     """The executor that the controller of a script works with."""
 
-    def __init__(
-        self,
-        backend: Executor,
-        store: Store,
-        on_deleted: Callable[[Key], None],
-        on_observed: Callable[[Key], None] = lambda key: None,
-    ) -> None:
+    def __init__(self, backend: Executor, store: Store, gangs: Mapping[Key, Gang]) -> None:
         self.name = backend.name
         self._backend = backend
         self._store = store
-        self._on_deleted = on_deleted
-        self._on_observed = on_observed
+        self._gangs = gangs
         self._applied: set[str] = set()  # gangs that the backend may have
         self._there: set[str] = set()  # gangs that the backend has had
         self._concluded: set[str] = set()
@@ -388,7 +367,7 @@ class SharedExecutor(Executor):
         if training.status.phase.is_terminal:
             return Observation(is_supervised=training.uid not in self._concluded)
         observation = await self._backend.observe(training)
-        self._on_observed(training.key)
+        self._gangs[training.key].observed_at = time.perf_counter()
         if observation.desired is not None:
             self._there.add(training.uid)
             await self._follow_others(training, observation.desired)
@@ -418,45 +397,42 @@ class SharedExecutor(Executor):
         status = replace(
             training.status, desired=accepted, discarded_attempts=dict(accepted.discarded_attempts)
         )
-        is_stopped = accepted.size == 0 and not training.is_cancelling and not status.failing
-        cause = await self._backend.stop_cause(training) if is_stopped else StopCause()
-        stored = await self._store.update_status(training, with_cause(status, cause))
-        if is_stopped and not cause.reason:
+        is_cancelled = False
+        if accepted.size == 0 and not training.is_cancelling and not status.failing:
+            cause = await self._backend.stop_cause(training)
+            status = replace(status, failing=cause.reason, failing_message=cause.message)
+            is_cancelled = not cause.reason
+        stored = await self._store.update_status(training, status)
+        if is_cancelled:
             await self._store.update_spec(replace(stored, spec=replace(stored.spec, cancel=True)))
-        raise Conflict("another process has changed the gang")
+        raise Conflict("another process has changed the launch")
 
     async def _note_deleted(self, training: Training) -> None:
         if training.is_cancelling:
             return
-        self._on_deleted(training.key)
+        self._gangs[training.key].is_deleted = True
         cancelled = replace(training.spec, cancel=True)
         await self._store.update_spec(replace(training, spec=cancelled))
-        raise Conflict("the gang no longer exists")
-
-
-def with_cause(status: Status, cause: StopCause) -> Status:
-    if not cause.reason:
-        return status
-    return replace(status, failing=cause.reason, failing_message=cause.message)
+        raise Conflict("the launch no longer exists")
 
 
 def without_gang(training: Training, observation: Observation, now: float) -> Observation:
     """The observation of a deleted gang: ranks that end then or are missing were stopped."""
     ranks = [_stopped(rank) for rank in observation.ranks]
     visible = {rank.rank for rank in observation.ranks}
-    missing = [r for r in training.status.ranks if r.is_alive and r.rank not in visible]
-    for rank in missing:
-        end = Exit(code=None, at=now, reason=ExitReason.DELETED, is_stopped=True)
-        ranks.append(
-            ObservedRank(
-                rank=rank.rank,
-                state="exited",
-                attempt=rank.attempt,
-                restarts=rank.restarts,
-                started_at=rank.started_at,
-                exit=end,
-            )
+    end = Exit(code=None, at=now, reason=ExitReason.DELETED, is_stopped=True)
+    ranks += [
+        ObservedRank(
+            rank=rank.rank,
+            state="exited",
+            attempt=rank.attempt,
+            restarts=rank.restarts,
+            started_at=rank.started_at,
+            exit=end,
         )
+        for rank in training.status.ranks
+        if rank.is_alive and rank.rank not in visible
+    ]
     return replace(observation, ranks=[rank for rank in ranks if rank.state != "waiting"])
 
 

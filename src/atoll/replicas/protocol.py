@@ -75,9 +75,9 @@ class ReplicaHandle:
         try:
             document = json.loads(text) if isinstance(text, str | bytes) else dict(text)
         except (ValueError, TypeError) as error:
-            raise ValidationError("handle", text, f"expected the text of to_json ({error})") from (
-                error
-            )
+            raise ValidationError(
+                "handle", text, f"expected the output of to_json ({error})"
+            ) from error
         names = {"rank", "backend_name", "metadata"}
         if not isinstance(document, dict) or set(document) != names:
             raise ValidationError("handle", text, f"expected {', '.join(sorted(names))}")

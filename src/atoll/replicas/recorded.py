@@ -11,18 +11,47 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from atoll.backends.base import StoreOptions
+from atoll.backends.base import BackendOptions, StoreOptions
 from atoll.backends.local.state import state_dir
 from atoll.backends.recorded import LAUNCH_PREFIX
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
 from atoll.core.executors import load
 from atoll.core.ports import Executor
-from atoll.replicas.surface import ReplicaSurface
+from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 
 class RecordedReplicas(ReplicaSurface):
     """The surface of their library classes, which name the backend and its options."""
+
+    _options_type: type[BackendOptions]
+    _required: Mapping[str, str] = {}  # arguments without which nothing runs, and what is expected
+
+    def __init__(
+        self,
+        image: Any = None,
+        *,
+        command: Sequence[str] | None = None,
+        max_restarts: int = 0,
+        allow_pickle: bool = False,
+        code: bool = True,
+        rendezvous_backend: ReplicaRendezvous = "none",
+        **options: Any,
+    ) -> None:
+        self._options_type.check_installed(type(self).__name__)
+        self._take(
+            command=command,
+            max_restarts=max_restarts,
+            allow_pickle=allow_pickle,
+            code=code,
+            rendezvous_backend=rendezvous_backend,
+        )
+        for field, expected in self._required.items():
+            value = image if field == "image" else options.get(field)
+            if not isinstance(value, str) or not value:
+                raise ValidationError(field, value, expected)
+        self._options = options_of(self._options_type, options)
+        self.image, self.command, self.max_restarts = image, self._command, max_restarts
 
     def _make_backend(self) -> Executor:
         backend: Any = load(self.backend_name)
@@ -39,29 +68,14 @@ class StoreReplicas(RecordedReplicas):
 
     supports_inter_replica_network = False
     _options_type: type[StoreOptions]
-    _required: Mapping[str, str]  # arguments without which nothing can run, and what is expected
     _found_by: Sequence[str] = ("store",)  # options that a process must share to follow a launch
 
-    def __init__(
-        self,
-        image: Any = None,
-        *,
-        store: str | None = None,
-        command: Sequence[str] | None = None,
-        max_restarts: int = 0,
-        allow_pickle: bool = False,
-        code: bool = True,
-        **options: Any,
-    ) -> None:
-        self._options_type.check_installed(type(self).__name__)
-        self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
-        values: dict[str, Any] = options | {"store": store and store.rstrip("/")}
-        for field, expected in self._required.items():
-            value = image if field == "image" else values.get(field)
-            if not isinstance(value, str) or not value:
-                raise ValidationError(field, value, expected)
+    def __init__(self, image: Any = None, *, store: str | None = None, **options: Any) -> None:
+        if "rendezvous_backend" in options:
+            expected = "expected none: replicas of services meet in the store alone"
+            raise ValidationError("rendezvous_backend", options["rendezvous_backend"], expected)
+        super().__init__(image, store=store and store.rstrip("/"), **options)
         # The image may be an object of a client, which no table can hold.
-        self._options = replace(options_of(self._options_type, values), image=image)
-        self.image, self.command, self.max_restarts = image, self._command, max_restarts
+        self._options = replace(self._options, image=image)
         self.store = self._options.store
         self._address = {field: getattr(self._options, field) for field in self._found_by}

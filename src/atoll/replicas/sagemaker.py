@@ -11,11 +11,12 @@ from atoll.replicas.recorded import StoreReplicas
 class SageMakerExecutor(StoreReplicas):
     """Replicas as training jobs of one instance, one for each attempt of each.
 
-    `image` has Python and `atoll[store]` (or `install="atoll[store]"` brings it); `role` is the ARN
-    that jobs run as, `store` an S3 prefix with the records of all launches. Other `options` are
-    those of `SageMakerOptions`. `command` runs exactly as it is, in the image; without it the code
-    of the entrypoint is sent along, with the working directory unless `code` is False.
-    `max_restarts`: how often each replica is restarted. Bad options raise ValidationError here.
+    `image` has Python and atoll with its extra `store`, or `install` names a wheel of it. `role` is
+    the ARN that jobs run as, `store` an S3 prefix with the records of all launches. Other
+    `options` are those of `SageMakerOptions`. `command` runs exactly as it is, in the image;
+    without it the code of the entrypoint is sent along, with the working directory unless `code`
+    is False. `max_restarts`: how often each replica is restarted. Bad options raise
+    ValidationError here.
     """
 
     backend_name = "sagemaker"

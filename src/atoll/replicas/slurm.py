@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from atoll.backends.local.state import state_dir
 from atoll.backends.slurm.options import SlurmOptions
-from atoll.core.config import options_of
 from atoll.replicas.recorded import RecordedReplicas
-from atoll.replicas.surface import ReplicaRendezvous
 
 
 class SlurmExecutor(RecordedReplicas):
@@ -28,31 +25,14 @@ class SlurmExecutor(RecordedReplicas):
     """
 
     backend_name = "slurm"
+    _options_type = SlurmOptions
     _has_shared_folder = True
     _launch_noun = "job array"
     _argument_of = {"directory": "folder"}
 
-    def __init__(
-        self,
-        *,
-        image: str | None = None,
-        command: Sequence[str] | None = None,
-        max_restarts: int = 0,
-        allow_pickle: bool = False,
-        code: bool = True,
-        rendezvous_backend: ReplicaRendezvous = "none",
-        **options: Any,
-    ) -> None:
-        self._take(
-            command=command,
-            max_restarts=max_restarts,
-            allow_pickle=allow_pickle,
-            code=code,
-            rendezvous_backend=rendezvous_backend,
-        )
-        self._options = options_of(SlurmOptions, options)
-        self.image = self._image = image
-        self.command, self.max_restarts = self._command, max_restarts
+    def __init__(self, *, image: str | None = None, **more: Any) -> None:
+        super().__init__(image, **more)
+        self._image = image
         self.folder = Path(
             os.path.expanduser(self._options.folder or state_dir() / "slurm")
         ).absolute()

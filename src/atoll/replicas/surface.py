@@ -16,7 +16,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from msgspec.structs import fields, replace
@@ -178,8 +179,8 @@ class ReplicaSurface:
         after `timeout` seconds is stopped and has failed. Bad input raises ValidationError, a
         ValueError, and nothing is launched.
         """
-        if "_plane" in self.__dict__:
-            self._plane.check_open()
+        for plane in self._planes.values():
+            plane.check_open()
         training = self._new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         spec = replace(training.spec, executor=self._plane.executor.name)
         training = replace(training, namespace=self._namespace, spec=spec)
@@ -253,7 +254,7 @@ class ReplicaSurface:
     def attach(self, job_name: str) -> list[ReplicaHandle]:
         """The handles of a launch again, from any process. Raises NotFound if there is none."""
         if not is_text(job_name) or not job_name:
-            raise ValidationError("job_name", job_name, "expected the name of a launch")
+            raise ValidationError("job_name", job_name, "expected the job_name of a launch")
         address = LaunchAddress(job_name, None, {})
         gang = self._find_gang(address)
         if gang is None or gang.plane is None or gang.is_deleted:
@@ -263,10 +264,8 @@ class ReplicaSurface:
     def poll(self, handle: ReplicaHandle) -> ReplicaState:
         """The state of the replica. Raises the error with which the backend failed."""
         gang = self._gang(handle)
-        if gang.plane is not None and not gang.is_over:
-            fault = gang.plane.fault_of(gang)
-            if fault is not None:
-                raise fault
+        if gang.plane is not None and not gang.is_over and (fault := gang.plane.fault_of(gang)):
+            raise fault
         return state_of(gang.training, handle.rank)
 
     def stream_logs(self, handle: ReplicaHandle, n_lines: int = 200) -> str:
@@ -308,16 +307,16 @@ class ReplicaSurface:
         gangs = self._gangs(handles)
         deadline = None if timeout is None else time.monotonic() + min(timeout, 1e12)
         pairs = list(zip(gangs, handles, strict=True))
-        for plane in dict.fromkeys(gang.plane for gang in gangs):
-            group = [gang for gang in dict.fromkeys(gangs) if gang.plane is plane]
-            if plane is not None and not all(gang.is_over for gang in group):
-                plane.call(plane.wait(group, all_ended(group, pairs), deadline))
+        for gang, handle in pairs:
+            has_ended = partial(_has_ended, gang, handle.rank)
+            if gang.plane is not None and not has_ended():
+                gang.plane.call(gang.plane.wait([gang], has_ended, deadline))
         return [self._report(gang, handle, timeout) for gang, handle in pairs]
 
     def close(self) -> None:
         """Stops everything that was launched here and removes it. What was attached goes on."""
         if self._is_own():
-            for plane in self._planes():
+            for plane in self._planes.values():
                 plane.close()
         atexit.unregister(self._end_with_script)
 
@@ -336,20 +335,26 @@ class ReplicaSurface:
         return os.getpid()
 
     @cached_property
-    def _plane(self) -> ScriptPlane:
-        self._pid  # noqa: B018  whose it is
-        atexit.register(self._end_with_script)
-        return ScriptPlane(self._make_backend)
+    def _planes(self) -> dict[Path | None, ScriptPlane]:
+        """Those that are in use, by the directory of what they follow, if it is another one."""
+        return {}
 
-    def _planes(self) -> list[ScriptPlane]:
-        """Those that are in use."""
-        return [self._plane] if "_plane" in self.__dict__ else []
+    @property
+    def _plane(self) -> ScriptPlane:
+        return self._plane_in(None, self._make_backend)
+
+    def _plane_in(self, directory: Path | None, make: Callable[[], Executor]) -> ScriptPlane:
+        if directory not in self._planes:
+            self._pid  # noqa: B018  whose it is
+            atexit.register(self._end_with_script)
+            self._planes[directory] = ScriptPlane(make)
+        return self._planes[directory]
 
     def _end_with_script(self) -> None:
         if self._ends_with_script:
             self.close()
         elif self._is_own():
-            for plane in self._planes():
+            for plane in self._planes.values():
                 plane.leave()
 
     def _job_name(self, training: Training) -> str:
@@ -421,7 +426,7 @@ class ReplicaSurface:
             gang = self._gangs_by_name.get(address.job_name)
             if gang is None:
                 plane = self._plane_for(address.metadata)
-                gang = plane.adopt(address.job_name, address.uid)
+                gang = plane.call(plane.adopt(address.job_name, address.uid))
                 if gang is not None:
                     self._gangs_by_name[address.job_name] = gang
         is_other = gang is not None and address.uid not in (None, gang.training.uid)
@@ -461,31 +466,29 @@ class ReplicaSurface:
 
     def _read_result(self, gang: Gang, rank: int) -> tuple[Any, str]:
         is_pickled = gang.training.spec.env.get(RESULTS_VARIABLE) == PICKLE
-        try:
-            if gang.plane is None:
-                return None, ""
-            found = gang.plane.call(gang.plane.executor.result(gang.training, rank))
-            if found is None:
-                return None, ""
-            allow_pickle = self._allow_pickle and is_pickled
-            return decode_value(Result(*found), allow_pickle=allow_pickle), ""
-        except NotFound:  # deleted
+        if gang.plane is None:
             return None, ""
+        try:
+            if result := gang.plane.call(gang.plane.executor.result(gang.training, rank)):
+                allow_pickle = self._allow_pickle and is_pickled
+                return decode_value(Result(*result), allow_pickle=allow_pickle), ""
+        except NotFound:  # deleted
+            pass
         except (BackendError, ValueError) as error:
             return None, str(error)
+        return None, ""
+
+
+def _has_ended(gang: Gang, rank: int) -> bool:
+    return gang.is_over or state_of(gang.training, rank) in TERMINAL
 
 
 def absent_gang(address: LaunchAddress) -> Gang:
     """The gang of a launch that does not exist, or does so no longer: it is cancelled."""
-    spec = TrainingSpec(
-        name="absent",
-        world_size=WorldSize(min=1, target=MAX_WORLD, max=MAX_WORLD),
-        command=["true"],
-        cancel=True,
-    )
+    world = WorldSize(min=1, target=MAX_WORLD, max=MAX_WORLD)
+    spec = TrainingSpec(name="absent", world_size=world, command=["true"], cancel=True)
     status = Status(phase=Phase.CANCELLED)
-    uid = address.uid or ""
-    training = Training(namespace="", uid=uid, spec=spec, status=status)
+    training = Training(namespace="", uid=address.uid or "", spec=spec, status=status)
     gang = Gang(training, None, is_own=False)
     gang.is_deleted = True
     return gang
@@ -496,14 +499,6 @@ def list_handles(handles: object) -> list[Any]:
     if isinstance(handles, str | bytes | Mapping) or not isinstance(handles, Iterable):
         raise ValidationError("handles", handles, "expected a list of handles")
     return list(handles)
-
-
-def all_ended(
-    gangs: Sequence[Gang], pairs: Sequence[tuple[Gang, ReplicaHandle]]
-) -> Callable[[], bool]:
-    """Whether all replicas of these gangs among `pairs` have ended."""
-    ranks = [(gang, handle.rank) for gang, handle in pairs if gang in gangs]
-    return lambda: all(state_of(gang.training, rank) in TERMINAL for gang, rank in ranks)
 
 
 def rank_of(training: Training, rank: int) -> RankStatus:
@@ -530,7 +525,7 @@ def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
         return ""
     explanation = status.failing_message or status.message
     if ended is None:
-        return explanation or "it was never started"
+        return explanation or "it did not start"
     end = describe_exit(ended)
     if ended.is_stopped or ended_at_deadline(training, ended):
         return f"{explanation}; it {end}" if explanation else end
@@ -550,7 +545,7 @@ def start_variables(n_replicas: int) -> dict[str, str]:
     """Variables that describe the launch to its replicas.
 
     Failures are independent, agreement is not: a run begins with more than half of the launch, so
-    two parts of it can never begin separate runs. `atoll.diloco.start` has what later
+    two parts of it can never begin separate runs. `atoll.diloco.replica_config` has what later
     rounds need.
     """
     return {TOGETHER_VARIABLE: str(n_replicas), QUORUM_VARIABLE: str(n_replicas // 2 + 1)}

@@ -109,8 +109,9 @@ def test_a_user_runs_a_training_through_the_deployed_operator(
         )
         assert ran.returncode == 0, ran.stderr
         assert sorted(re.findall(r"\[0\] met (\d)", ran.stdout)) == ["1", "2"]
-        shown = json.loads(atoll(environment, "status", "meet", "--json").stdout)
-        assert {e["exitCode"] for e in shown["rankExits"]} == {0}
+        status = atoll(environment, "status", "meet", "--json")
+        assert status.returncode == 0, status.stderr
+        assert {e["exitCode"] for e in json.loads(status.stdout)["rankExits"]} == {0}
         assert atoll(environment, "rm", "-f", "meet").returncode == 0
     assert space.json("get", "trainings,jobs")["items"] == []
 

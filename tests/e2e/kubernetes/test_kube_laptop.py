@@ -68,6 +68,45 @@ def test_a_cluster_is_an_executor_among_others(laptop: Shell, pods: None) -> Non
     assert laptop("run", "--", "true").returncode == 0  # and this machine is still the default
 
 
+def test_a_command_runs_in_the_pod_of_a_rank(laptop: Shell, space: Space, pods: None) -> None:
+    """In the cluster of the executor, whatever the caller's own configuration names."""
+    assert space.site.kubectl_path
+    laptop.env["PATH"] = f"{Path(space.site.kubectl_path).parent}:{laptop.env['PATH']}"
+    laptop.env["KUBECONFIG"] = os.devnull
+    started = laptop(
+        *("run", "-d", "--executor", "eu", "-n", "2", "--max-restarts", "1", "--name", "mine"),
+        *("--", "sh", "-c", "sleep 1000 & wait"),
+    )
+    assert started.returncode == 0, started.stderr
+    assert laptop("wait", "mine", "--for", "target", "--timeout", "60").returncode == 0
+    (pod,) = space.pods(1)
+
+    ran = laptop("exec", "mine", "-r", "1", "--", "sh", "-c", "hostname; echo $RANK >&2; exit 7")
+    assert ran.returncode == 7, ran.stderr
+    assert ran.stdout.strip() == pod["spec"]["hostname"]
+    assert ran.stderr.splitlines()[0] == "1"
+    shell = laptop.in_terminal("exec", "mine", "-r", "1", "-it", "--", "sh")
+    shell.press("echo rank=$RANK; exit 5\r")
+    shell.read_until("rank=1\r\n")
+    assert shell.code() == 5
+    gone = laptop("exec", "mine", "-r", "5", "--", "true")
+    assert (gone.returncode, "expected at most 1" in gone.stderr) == (2, True), gone.stderr
+    bounded = laptop("exec", "mine", "--timeout", "2", "--", "sleep", "30")
+    assert (bounded.returncode, "'timeout 2'" in bounded.stderr) == (2, True), bounded.stderr
+
+    # The control plane itself has no right to enter pods.
+    refused = laptop("exec", "mine", "--json", "--", "true")
+    assert refused.returncode == 1
+    assert "use 'atoll exec'" in refused.stderr
+    for words in (("kill", "mine", "1"), ("stacks", "mine")):
+        refused = laptop(*words)
+        assert refused.returncode != 0
+        assert "use 'atoll exec NAME -r RANK -- " in refused.stderr
+
+    assert laptop("exec", "mine", "-r", "1", "--", "kill", "-9", "-1").returncode in (0, 137)
+    until(lambda: laptop.json("status", "mine")["ranks"][1].get("restarts") == 1)
+
+
 def test_an_operator_in_the_same_namespace_leaves_its_ranks_alone(
     laptop: Shell, space: Space, start_operator: Callable[..., Operator], pods: None
 ) -> None:

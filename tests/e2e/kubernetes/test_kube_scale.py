@@ -258,22 +258,26 @@ def refusing(expression: str) -> list[Json]:
 
 @pytest.fixture
 def refuse(big_site: Site) -> Iterator[Callable[[str], None]]:
+    patch = json.dumps({"status": {"phase": "failed", "message": "probe"}})
+
+    def try_probe() -> str:
+        """What the API server says against the status of the probe."""
+        words = ("patch", "training/probe", "--subresource=status", "--type=merge", "-p", patch)
+        return big_site.kubectl(*words, is_checked=False).stderr
+
     def begin(expression: str) -> None:
         big_site.apply(*refusing(expression))
         probe = {"apiVersion": "atoll.dev/v1", "kind": "Training", "metadata": {"name": "probe"}}
         world = {"min": 1, "target": 1, "max": 1}
         spec = {"command": ["x"], "worldSize": world, "executor": "elsewhere"}
         big_site.kubectl("apply", "-f", "-", stdin={**probe, "spec": spec})
-        patch = json.dumps({"status": {"phase": "failed", "message": "probe"}})
-        words = ("patch", "training/probe", "--subresource=status", "--type=merge", "-p", patch)
-        wait_for(
-            "the policy is in force",
-            lambda: "not here" in big_site.kubectl(*words, is_checked=False).stderr,
-        )
+        wait_for("the policy is in force", lambda: "not here" in try_probe())
 
     yield begin
     for kind in ("validatingadmissionpolicybinding", "validatingadmissionpolicy"):
         big_site.kubectl("delete", kind, "refusing", "--ignore-not-found")
+    # The API server keeps to a deleted policy for a moment, and the next test would meet it.
+    wait_for("the policy is no longer in force", lambda: "not here" not in try_probe())
     big_site.kubectl("delete", "training/probe", "--ignore-not-found")
 
 

@@ -161,7 +161,7 @@ def test_what_a_process_with_a_pods_environment_reports_is_in_series(
     operators.start("one")
     with operators.client("one") as client:
         training, pods = deploy(client, space)
-        asked(training.series)
+        asked(training.metrics)
         for pod in pods:
             report_as(pod, 0, 5)
         table = training.metrics("loss")
@@ -194,7 +194,7 @@ def test_the_next_leader_on_the_same_volume_has_the_series_and_only_the_leader_i
     operators.start("one", *volume)
     with operators.client("one") as client:
         training, pods = deploy(client, space)
-        asked(training.series)
+        asked(training.metrics)
         report_as(pods[0], 0, 5)
     operators.start("two", *volume)
     assert (operators.leader(), operators.status("one", "/readyz")) == ("one", 200)
@@ -214,7 +214,7 @@ def test_without_a_volume_the_next_leader_begins_anew_and_counts_what_it_missed(
     operators.start("one")
     with operators.client("one") as client:
         training, pods = deploy(client, space)
-        asked(training.series)
+        asked(training.metrics)
         report_as(pods[0], 0, 5)
     operators.running["one"].process.terminate()
     operators.running["one"].process.wait(30)

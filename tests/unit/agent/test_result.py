@@ -21,9 +21,9 @@ from atoll.agent.result import (
     Result,
     decode_value,
     encode_value,
-    hand_in,
     parse_result,
     set_result,
+    set_return_value,
     write_result,
 )
 from atoll.core.errors import ResultError
@@ -156,7 +156,7 @@ def test_a_rank_leaves_what_it_can_and_says_what_it_cannot(
     set_result({"loss": 1})
     assert parse_result(path.read_bytes()) == Result("json", b'{"loss": 1}')
     assert result_fields(str(path)) == {"result": {"encoding": "json", "bytes": 11}}
-    hand_in(object())
+    set_return_value(object())
     said = capfd.readouterr()
     assert "not a builtins.object" in said.err
     assert said.out == ""  # the log is what the program prints
@@ -165,7 +165,7 @@ def test_a_rank_leaves_what_it_can_and_says_what_it_cannot(
     with pytest.raises(ValueError, match="17 MiB, expected at most 16"):
         set_result("x" * 17 * 2**20)
     monkeypatch.setenv("ATOLL_RESULTS", "pickle")
-    hand_in(Path("x"))
+    set_return_value(Path("x"))
     assert decode_value(parse_result(path.read_bytes()), allow_pickle=True) == Path("x")
     assert os.listdir(tmp_path) == ["0.0.result"]
 
@@ -204,7 +204,7 @@ def test_a_full_disk_is_an_error_and_the_result_before_stays(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         set_result("second")
-    hand_in("third")  # a function that has ended well does not fail by that
+    set_return_value("third")  # a function that has ended well does not fail by that
     assert "No space left" in capfd.readouterr().err
     assert decode_value(parse_result(path.read_bytes())) == "first"
     assert os.listdir(tmp_path) == ["0.0.result"]

@@ -116,6 +116,25 @@ def test_it_claims_runs_and_tells(gang: Gang) -> None:
     assert claim["at"] <= start["at"] <= record["at"]
 
 
+def test_nothing_of_a_rank_stays_in_the_folder_for_temporary_files(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """Its result is in the store when it ends, where results do not lie in a folder."""
+    temporary, store = tmp_path / "tmp", tmp_path / "store"
+    temporary.mkdir()
+    store.mkdir()
+    result = '{"encoding": "json", "bytes": 2}\n42'
+    script = f"printf '{result}' > $ATOLL_RESULT; ls {temporary} > $OUT"
+    gang.launch(script, results=f"file://{store}")
+    command = [sys.executable, str(gang.file), str(gang.folder), "1", "0", "--host", "node7"]
+    env = {**os.environ, "OUT": str(gang.out), "TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "atoll-result-" in gang.out.read_text()
+    assert "42" in "".join(path.read_text() for path in store.iterdir() if path.is_file())
+    assert [*temporary.iterdir()] == []
+
+
 def test_an_attempt_that_is_started_twice_runs_once_and_its_record_stays(gang: Gang) -> None:
     gang.launch("echo ran >> $OUT; while [ ! -e $OUT.go ]; do sleep 0.02; done; exit 4")
     first = gang.start()

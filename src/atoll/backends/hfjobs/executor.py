@@ -39,14 +39,12 @@ class HFJobsBackend(StoreBackend):
     job_variable = "JOB_ID"
     options: HFJobsOptions
     render = staticmethod(render_job)
+    check_machine = staticmethod(check_credentials)
 
     def __init__(self, options: HFJobsOptions, *, clock: Callable[[], float] | None = None) -> None:
         super().__init__(options, clock=clock)
         self.jobs = Jobs(options.namespace, options.requests)
         self._printed: dict[str, str] = {}  # the last lines of jobs that ran nothing of ours
-
-    def check_machine(self) -> None:
-        check_credentials()
 
     async def probe(self) -> None:
         await self.jobs.find({UID: "none"})

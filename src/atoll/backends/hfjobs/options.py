@@ -25,7 +25,7 @@ SUPPORTS = (
         ),
     ),
     *(
-        ignore(field, lambda spec, options: f"ranks have what {options.flavor_of(spec)} has")
+        ignore(field, lambda spec, options: f"ranks have what {options.hardware_of(spec)} has")
         for field in ("cpu", "memory", "min_gpu_memory_gb")
     ),
 )
@@ -54,10 +54,6 @@ class HFJobsOptions(StoreOptions, frozen=True):
             expected = f"expected one of {', '.join(sorted(FLAVORS))}"
             raise ValidationError("flavor", self.flavor, expected)
 
-    def check(self, spec: TrainingSpec) -> None:
-        self.flavor_of(spec)
-        super().check(spec)
-
-    def flavor_of(self, spec: TrainingSpec) -> str:
-        """The hardware of a rank. Raises ValidationError if there is none."""
+    def hardware_of(self, spec: TrainingSpec) -> str:
+        """The flavor of a rank."""
         return flavor_for(spec.resources, self.flavor)

@@ -28,7 +28,7 @@ def render_job(training: Training, key: AttemptKey, options: HFJobsOptions) -> d
         "command": wrapper_command(training, key, options),
         "env": dict(options.env),
         "secrets": sorted(options.secrets),
-        "flavor": options.flavor_of(spec),
+        "flavor": options.hardware_of(spec),
         "timeout": longest_s,
         "attempts": 1,
         "name": f"atoll-{spec.name}-r{key[0]}-a{key[1]}",

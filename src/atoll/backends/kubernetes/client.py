@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
@@ -78,13 +78,16 @@ PAGES = {"pods": 500, "jobs": 200}
 PAGE = 50  # of trainings, with their status: 50 MB at the most, a few MB as a rule
 RESTARTS = 3  # of a list whose continue token expired, as it may when etcd is compacted
 
-# A peer that vanished silently is noticed in under half a minute, even on idle watches.
-_KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-]
+
+def keepalive(idle_s: int, every_s: int) -> list[tuple[int, int, int]]:
+    """Socket options: the kernel probes an idle connection, and gives up after three answers are
+    missing."""
+    return [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    ]
 
 
 class Rejected(Permanent):
@@ -115,19 +118,15 @@ class _PodList(TypedDict, total=False):
     items: list[PodManifest] | None
 
 
-class _PodEvent(TypedDict):
+class _Event(msgspec.Struct):
     type: str
-    object: PodManifest
-
-
-class _EventType(TypedDict):
-    type: str
+    object: msgspec.Raw
 
 
 _JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
-_EVENT_TYPE = json_decoder(_EventType)
+_EVENT = json_decoder(_Event)
 _LISTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodList)}
-_EVENTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodEvent)}
+_OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(PodManifest)}
 
 
 # After 10 s without an answer a caller tries again; the API server itself gives up after 60. A
@@ -165,7 +164,8 @@ class Cluster:
             transport=httpx2.AsyncHTTPTransport(
                 verify=access.verify,
                 proxy=access.proxy,
-                socket_options=_KEEPALIVE,
+                # A peer that vanished is noticed in under half a minute, even on idle watches.
+                socket_options=keepalive(10, 5),
                 limits=httpx2.Limits(
                     max_connections=most_connections, max_keepalive_connections=20
                 ),
@@ -240,10 +240,8 @@ class Cluster:
             params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
         reply = await self._send("list", kind, _path(kind, namespace), params=params)
         items, metadata = reply.get("items") or [], reply["metadata"]
-        for item in items:
-            item["metadata"].pop(
-                "managedFields", None
-            )  # half of an object, which nobody here reads
+        for item in items:  # half of an object, which nobody here reads
+            item["metadata"].pop("managedFields", None)
         return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
 
     async def create(
@@ -301,6 +299,12 @@ class Cluster:
             options["preconditions"] = preconditions
         await self._send("delete", kind, _path(kind, namespace, name), body=options)
 
+    async def drop(self, kinds: Iterable[str], namespace: str, name: str) -> None:
+        """The objects of this name are being deleted, or do not exist."""
+        for kind in kinds:
+            with contextlib.suppress(NotFound):
+                await self.delete(kind, namespace, name)
+
     async def delete_all(
         self, kind: str, namespace: str | None, *, labels: str, fields: str = ""
     ) -> None:
@@ -331,12 +335,13 @@ class Cluster:
         limits = httpx2.Timeout(10.0, read=seconds + 60.0)
         async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
             async for line in lines:
-                if _decoded(_EVENT_TYPE, line)["type"] == "ERROR":
-                    status = _JSON.decode(line)["object"]
+                event = _decoded(_EVENT, line)
+                if event.type == "ERROR":
+                    status = _decoded(_JSON, event.object)
                     raise _error(status, status.get("code", 500), kind)
-                event = _decoded(_EVENTS.get(kind, _JSON), line)
-                event["object"]["metadata"].pop("managedFields", None)
-                yield WatchEvent(event["type"], event["object"])
+                item = _decoded(_OBJECTS.get(kind, _JSON), event.object)
+                item["metadata"].pop("managedFields", None)
+                yield WatchEvent(event.type, item)
 
     async def log(
         self,
@@ -462,7 +467,7 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
     return {name: value for name, value in selectors.items() if value}
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes | str) -> Any:
+def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes | str | msgspec.Raw) -> Any:
     try:
         return decoder.decode(text)
     except msgspec.DecodeError as error:

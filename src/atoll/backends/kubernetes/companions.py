@@ -23,9 +23,10 @@ from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.followups import PatchJob
 from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.names import BENCH, ETCD, PART, UID
-from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.options import REQUIRED, KubernetesOptions
 from atoll.backends.kubernetes.pod import Pod, when
 from atoll.backends.kubernetes.render import (
+    HOST,
     RESTRICTED,
     affinity,
     etcd_name,
@@ -33,11 +34,14 @@ from atoll.backends.kubernetes.render import (
     gang_name,
     node_selector,
     owner_in,
+    prefer,
     ranks_of,
+    render_fields,
     render_headless,
+    term_of,
     tolerations,
 )
-from atoll.core.errors import Conflict, NotFound, ValidationError
+from atoll.core.errors import Conflict, ValidationError
 from atoll.core.mesh import DEFAULT_ETCD_PORT, MeshState
 from atoll.core.model import decode
 from atoll.core.ports import Key
@@ -153,10 +157,7 @@ class Companions:
     async def measure(
         self, training: Training, namespace: str, job: Job | None, now: float
     ) -> None:
-        owner = owner_in(training, job, is_owner=self._is_owner)
-        name = bench_name(training)
-        service = render_companion_service(training, self._options, owner, BENCH)
-        await self._cluster.patch("services", namespace, name, service, type="apply")
+        owner = await self._make_service(training, namespace, job, BENCH)
         body = render_bench(training, self._options, owner, secrets.token_hex(16))
         with contextlib.suppress(Conflict):  # this operator or the one before it made it
             await self._cluster.create("jobs", namespace, body)
@@ -166,9 +167,8 @@ class Companions:
         """The etcd, mesh and bench of the training are deleted. May be repeated."""
         spec, options = training.spec, self._options
         if options.has_own_etcd(spec):
-            for kind in ("deployments", "services"):
-                with contextlib.suppress(NotFound):
-                    await self._cluster.delete(kind, namespace, etcd_name(training))
+            kinds = ("deployments", "services")
+            await self._cluster.drop(kinds, namespace, etcd_name(training))
         self._etcds.pop(training.uid, None)
         if options.has_gate(spec):
             await self._meshes.drop(training, options.etcd_endpoint)
@@ -201,13 +201,20 @@ class Companions:
     async def _start_etcd(
         self, training: Training, namespace: str, job: Job | None, now: float
     ) -> None:
-        owner = owner_in(training, job, is_owner=self._is_owner)
-        name = etcd_name(training)
-        service = render_companion_service(training, self._options, owner, ETCD)
-        await self._cluster.patch("services", namespace, name, service, type="apply")
-        body = render_etcd(training, self._options, owner)
+        owner = await self._make_service(training, namespace, job, ETCD)
+        name, body = etcd_name(training), render_etcd(training, self._options, owner)
         deployment = await self._cluster.patch("deployments", namespace, name, body, type="apply")
         self._etcds[training.uid] = (now, pod_error_of(deployment))
+
+    async def _make_service(
+        self, training: Training, namespace: str, job: Job | None, part: str
+    ) -> Json | None:
+        """Returns the owner of all objects of the companion."""
+        owner = owner_in(training, job, is_owner=self._is_owner)
+        service = render_companion_service(training, self._options, owner, part)
+        name = service["metadata"]["name"]
+        await self._cluster.patch("services", namespace, name, service, type="apply")
+        return owner
 
     def _observe_mesh(
         self, training: Training, agents: Members | None, etcd: list[Pod], observation: Observation
@@ -254,9 +261,7 @@ class Companions:
         return _with_followups(observation, again_in_s=BENCH_EVERY_S)
 
     async def _clear_bench(self, training: Training, namespace: str) -> None:
-        for kind in ("jobs", "services"):
-            with contextlib.suppress(NotFound):
-                await self._cluster.delete(kind, namespace, bench_name(training))
+        await self._cluster.drop(("jobs", "services"), namespace, bench_name(training))
         self._benches.pop(training.uid, None)
 
 
@@ -270,12 +275,15 @@ def _with_followups(
 
 
 BENCH_PORT = 28_411  # below 32768, where Linux begins to give ports out
-HOST = "kubernetes.io/hostname"
 BENCH_TTL_S = 3600  # Kubernetes deletes a finished bench after this if the operator is away
 # NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
 SPREAD_WEIGHT, NEAR_WEIGHT = 100, 1
-REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+# Of the pods of etcd and bench.
+POD: Json = {
+    "automountServiceAccountToken": False,
+    "enableServiceLinks": False,
+    "terminationGracePeriodSeconds": 1,
+}
 
 
 def render_companion_service(
@@ -298,9 +306,7 @@ def render_etcd(training: Training, options: KubernetesOptions, owner: Json | No
         "containers": [_etcd_container(training, options)],
         "tolerations": tolerations(training.spec.resources, options),
         "volumes": [{"name": "data", "emptyDir": {}}],
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 1,
+        **POD,
     }
     pod |= options.shared("priorityClassName", "imagePullSecrets")
     return {
@@ -333,10 +339,7 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
                 hosts=_etcd_hosts(etcd_name(training)),
             ),
         ],
-        "env": [
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-            for name, path in (("POD_IP", "status.podIP"), ("HOME_NS", "metadata.namespace"))
-        ],
+        "env": render_fields({"POD_IP": "status.podIP", "HOME_NS": "metadata.namespace"}),
         "ports": [{"name": "client", "containerPort": port}],
         "readinessProbe": {
             "httpGet": {"path": "/health", "port": "client"},
@@ -405,7 +408,7 @@ def render_bench(
         ),
         "env": [
             {"name": "ATOLL_BENCH_TOKEN", "value": token},
-            {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            *render_fields({"NODE_NAME": "spec.nodeName"}),
         ],
         "ports": [{"name": BENCH, "containerPort": BENCH_PORT}],
         # No limits: a CPU limit would lower what is measured.
@@ -420,9 +423,7 @@ def render_bench(
         "containers": [container],
         "tolerations": tolerations(needs, options),
         "affinity": _affinity(training, options),
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 1,
+        **POD,
     }
     if selector := node_selector(needs, options):
         pod["nodeSelector"] = selector
@@ -447,18 +448,14 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """
     own = affinity(training, options) or {}
     rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
-    spread = _term({UID: training.uid, PART: BENCH})
-    near = _term(ranks_of(training))
+    pair, near = {UID: training.uid, PART: BENCH}, ranks_of(training)
     if training.spec.bench.placement == "strict":
-        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [spread]}}
-    rules["podAntiAffinity"] = {PREFERRED: [{"weight": SPREAD_WEIGHT, "podAffinityTerm": spread}]}
+        required = {"podAffinity": near, "podAntiAffinity": pair}
+        return rules | {rule: {REQUIRED: [term_of(of)]} for rule, of in required.items()}
+    rules["podAntiAffinity"] = prefer((pair, HOST, SPREAD_WEIGHT))
     if not training.spec.bench.has_floor:
-        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR_WEIGHT, "podAffinityTerm": near}]}
+        rules["podAffinity"] = prefer((near, HOST, NEAR_WEIGHT))
     return rules
-
-
-def _term(labels: dict[str, str]) -> Json:
-    return {"topologyKey": HOST, "labelSelector": {"matchLabels": labels}}
 
 
 def read_bench(
@@ -531,20 +528,12 @@ def members(newest: Iterable[Pod], desired: DesiredState) -> Members | None:
     A rank for which there is no room is not waited for: it joins when it gets a node.
     """
     pods = [pod for pod in newest if pod.rank < desired.size]
-    undecided = desired.size - len(pods) + sum(not _is_decided(pod) for pod in pods)
+    decided = [p for p in pods if p.node or p.is_over or p.waiting_reason == "Unschedulable"]
     on_nodes = [p for p in pods if p.node is not None and not p.is_over and not p.is_leaving]
-    if undecided or not on_nodes:
+    if len(decided) < desired.size or not on_nodes:
         return None
     return Members(
         agents=frozenset(agent_name(p.rank, p.node) for p in on_nodes if p.node),
-        placed_at=max(_placed_at(p) for p in on_nodes),
+        # When kubelets took them. A pod got its node just now if its kubelet has yet to do that.
+        placed_at=max(when(p.status.get("startTime")) or math.inf for p in on_nodes),
     )
-
-
-def _is_decided(pod: Pod) -> bool:
-    return pod.node is not None or pod.is_over or pod.waiting_reason == "Unschedulable"
-
-
-def _placed_at(pod: Pod) -> float:
-    """When its kubelet took it. It got its node just now if its kubelet has yet to do that."""
-    return when(pod.status.get("startTime")) or math.inf

@@ -70,19 +70,19 @@ class DeletedPods:
 
     def note(self, pod: Pod, *, is_final: bool) -> None:
         """Remembers a pod that was deleted; with `is_final`, this is its very last state."""
-        uid = _training_uid(pod)
+        uid = str(pod.labels.get(UID, ""))
         has_run = pod.is_over or pod.has_run or (pod.node is not None and not is_final)
         before = self._left.get(uid, {}).get(pod.name)
-        is_older = before is not None and _version(before) > _version(pod)
+        is_older = before is not None and before.version > pod.version
         if pod.rank < 0 or not has_run or is_older:
             return
         self._left.setdefault(uid, {})[pod.name] = pod
         if is_final:
-            self._final.add(_pod_uid(pod))
+            self._final.add(pod.uid)
 
     def forget(self, uid: str) -> None:
         for pod in self._left.pop(uid, {}).values():
-            self._final.discard(_pod_uid(pod))
+            self._final.discard(pod.uid)
         self._exhausted.pop(uid, None)
         if task := self._searching.pop(uid, None):
             task.cancel()
@@ -118,10 +118,10 @@ class DeletedPods:
         for name in [
             name for name, pod in left_pods.items() if is_stored(pod, ranks.get(pod.rank))
         ]:
-            self._final.discard(_pod_uid(left.pop(name)))
+            self._final.discard(left.pop(name).uid)
             del left_pods[name]
         unfinished = {name for name, pod in left_pods.items() if not pod.is_over}
-        cut_off = {name for name in unfinished if _pod_uid(left[name]) in self._final}
+        cut_off = {name for name in unfinished if left[name].uid in self._final}
         running = {r.pod_name for r in ranks.values() if r.is_alive and r.pod_name}
         targets: set[str | int] = {*(running - names - left_pods.keys()), *(unfinished - cut_off)}
         targets |= set(failed) - {pod.rank for pod in left_pods.values()}
@@ -292,15 +292,3 @@ def is_stored(pod: Pod, known: RankStatus | None) -> bool:
     if known is None or known.attempt < pod.attempt:
         return False
     return known.attempt > pod.attempt or known.exit is not None
-
-
-def _training_uid(pod: Pod) -> str:
-    return str((pod.metadata.get("labels") or {}).get(UID, ""))
-
-
-def _pod_uid(pod: Pod) -> str:
-    return str(pod.metadata.get("uid"))
-
-
-def _version(pod: Pod) -> int:
-    return int(pod.metadata.get("resourceVersion") or 0)

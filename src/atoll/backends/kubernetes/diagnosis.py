@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.client import Cluster, keepalive
 from atoll.backends.kubernetes.job import Job
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import Denied
@@ -31,13 +29,6 @@ STUCK_EVERY_S = 15.0  # between two reads of the events of a pod that stays stuc
 
 CONNECT_S = 1.5  # the kernel sends a lost SYN again after 1 s
 AGAIN_S = 1.0  # between two attempts to connect
-# The kernel probes an idle connection every second and gives up after three missing answers.
-KEEPALIVE = (
-    (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
-    (socket.TCP_KEEPIDLE, socket.IPPROTO_TCP, 1),
-    (socket.TCP_KEEPINTVL, socket.IPPROTO_TCP, 1),
-    (socket.TCP_KEEPCNT, socket.IPPROTO_TCP, 3),
-)
 
 
 class NodeProbes:
@@ -85,8 +76,8 @@ class NodeProbes:
                     reader, writer = await asyncio.open_connection(address, port)
                 has_answered = True
                 self._mark(address, is_silent=False)
-                for option, level, value in KEEPALIVE:
-                    writer.get_extra_info("socket").setsockopt(level, option, value)
+                for option in keepalive(1, 1):
+                    writer.get_extra_info("socket").setsockopt(*option)
                 await reader.read(1)  # returns when the peer closes it or the kernel gives it up
             except (ConnectionRefusedError, ConnectionResetError):
                 has_answered = True  # the machine answers, though its kubelet is down
@@ -107,13 +98,6 @@ class NodeProbes:
         for key, addresses in self._addresses.items():
             if address in addresses:
                 self._notify(key)
-
-
-class PodError(NamedTuple):
-    """Why pods are missing, and when to ask again."""
-
-    text: str = ""
-    again_in_s: float | None = None
 
 
 class Diagnosis:
@@ -140,24 +124,27 @@ class Diagnosis:
             raise
         self._refused.pop(uid, None)
 
-    async def of(self, training: Training, job: Job | None, pods: int, now: float) -> PodError:
-        """Why pods of the Job are missing, if any are; `pods` is the number that exist."""
+    async def of(
+        self, training: Training, job: Job | None, pods: int, now: float
+    ) -> tuple[str, float | None]:
+        """Why pods of the Job are missing, if any are, and when to ask again; `pods` is the number
+        that exist."""
         if job is None:
-            return PodError(self._refused.get(training.uid, ""))
+            return self._refused.get(training.uid, ""), None
         if job.is_suspended or job.end_reason:
-            return PodError()
+            return "", None
         if pods >= job.parallelism:  # 0 while it gives way
             self._pod_errors.pop(training.uid, None)
-            return PodError()
+            return "", None
         read_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
         left_s = read_at + MISSING_AFTER_S - now
         if left_s > 0:
-            return PodError(text, left_s)
+            return text, left_s
         fields = f"involvedObject.uid={job.metadata['uid']},reason=FailedCreate"
         events = await self._cluster.list("events", job.metadata["namespace"], fields=fields)
         text = events.items[-1].get("message", "") if events.items else ""
         self._pod_errors[training.uid] = (now, text)
-        return PodError(text, MISSING_AFTER_S)
+        return text, MISSING_AFTER_S
 
     async def explain(
         self, training: Training, observation: Observation, newest: list[Pod], now: float
@@ -177,8 +164,8 @@ class Diagnosis:
         return _with_message(observation, {p.name for p in stuck}, text)
 
     async def _ask(self, pod: Pod) -> str:
-        fields = f"involvedObject.uid={pod.metadata['uid']},type=Warning"
-        events = await self._cluster.list("events", pod.metadata["namespace"], fields=fields)
+        fields = f"involvedObject.uid={pod.uid},type=Warning"
+        events = await self._cluster.list("events", pod.namespace, fields=fields)
         return " ".join(events.items[-1].get("message", "").split()) if events.items else ""
 
 

@@ -27,7 +27,7 @@ from atoll.backends.kubernetes.launches import as_launch, cause_of, training_of
 from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, STOP_CAUSE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
-from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.pod import Pod, parsed
 from atoll.backends.kubernetes.read import observe_gang, unexplained_failures
 from atoll.backends.kubernetes.render import (
     gang_name,
@@ -95,6 +95,7 @@ class KubernetesBackend(Executor):
             raise ValidationError("options", sorted(options), str(error)) from error
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
+        self._kubectl_flags: list[str] = []  # with which kubectl reaches this cluster
         self._clock = clock = clock or (lambda: self.cluster.time())
         self._archive = Archive(self.cluster)
         self._writer = GangWriter(
@@ -114,6 +115,7 @@ class KubernetesBackend(Executor):
         # last read from the API server.
         self._written: dict[str, int] = {}
         self._last: dict[str, Job] = {}
+        self._listed: dict[str, list[Pod]] = {}  # the pods of the same, as they were last listed
         self._node_probes = NodeProbes(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._delayed: set[Key] = set()  # large gangs whose next observation is scheduled
@@ -137,6 +139,8 @@ class KubernetesBackend(Executor):
             settings["report_key"] = key_at(home.state_dir).hex()
         executor = cls(cluster=cluster, **settings)
         executor.name = name
+        flags = {"--kubeconfig": file, "--context": table.context}
+        executor._kubectl_flags = [f"{flag}={value}" for flag, value in flags.items() if value]
         return executor
 
     def store_uri(self, training: Training) -> str:
@@ -242,14 +246,15 @@ class KubernetesBackend(Executor):
         job, pods = await self._job_and_pods(training)
         now = self._clock()
         companions = [pod for pod in pods if pod.part != CONTAINER]
-        pod_error = await self._diagnosis.of(training, job, len(pods) - len(companions), now)
+        ranks = len(pods) - len(companions)
+        pod_error, asks_in_s = await self._diagnosis.of(training, job, ranks, now)
         silent = self._node_probes.follow(training.key, pods)
         failed: Collection[int] = ()
         if job is not None and job.has_ended_ranks:
             failed = unexplained_failures(training, job, pods)
         deleted = self._deleted.deleted(training, pods, failed)
-        view = observe_gang(training, job, pods, self.options, now, pod_error.text, silent, deleted)
-        again_in_s = sooner(view.observation.again_in_s, pod_error.again_in_s)
+        view = observe_gang(training, job, pods, self.options, now, pod_error, silent, deleted)
+        again_in_s = sooner(view.observation.again_in_s, asks_in_s)
         if self.is_shared and not (self._jobs.is_live and self._pods.is_live):
             again_in_s = sooner(again_in_s, SHARED_POLL_S)
         observation = replace(view.observation, again_in_s=again_in_s, at=now)
@@ -264,7 +269,7 @@ class KubernetesBackend(Executor):
 
     async def exec_target(self, training: Training, rank: RankStatus) -> ExecTarget:
         namespace, _ = self._object_key(training)
-        kubectl = ["-n", namespace, rank.pod_name, "-c", CONTAINER]
+        kubectl = [*self._kubectl_flags, "-n", namespace, rank.pod_name, "-c", CONTAINER]
         return ExecTarget(rank=rank.rank, host=rank.node, pid=None, kubectl=kubectl)
 
     async def exec(self, training: Training, rank: RankStatus, request: ExecRequest) -> ExecResult:
@@ -313,23 +318,20 @@ class KubernetesBackend(Executor):
             job = await self.cluster.patch("jobs", namespace, name, RELEASE)
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself
                 await self.cluster.delete("jobs", namespace, name)
-        for kind in ("services", "configmaps"):
-            with contextlib.suppress(NotFound):
-                await self.cluster.delete(kind, namespace, name)
+        await self.cluster.drop(("services", "configmaps"), namespace, name)
         await self._companions.release(training, namespace)
         await self._writer.drop_all_finalizers(namespace, _labels(training))
         self._node_probes.follow(training.key, ())
         self._diagnosis.forget(training.uid)
         self._deleted.forget(training.uid)
-        for memory in (self._written, self._last):
+        for memory in (self._written, self._last, self._listed):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
         if self.is_shared:
             await self._release(training)
         namespace, name = self._object_key(training)
-        with contextlib.suppress(NotFound):
-            await self.cluster.delete("jobs", namespace, name)
+        await self.cluster.drop(("jobs",), namespace, name)
         await self._companions.release(training, namespace)
         await self.cluster.delete_all("pods", namespace, labels=_labels(training))
         await self._archive.drop(namespace, training.uid)
@@ -443,7 +445,8 @@ class KubernetesBackend(Executor):
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._object_key(training)
         listed = await self.cluster.list("pods", namespace, labels=_labels(training))
-        pods = [Pod(manifest) for manifest in listed.items]
+        pods = parsed(listed.items, self._listed.get(training.uid, ()))
+        self._listed[training.uid] = pods
         last = self._last.get(training.uid)
         if last is not None and last.is_current(pods):
             return last, pods

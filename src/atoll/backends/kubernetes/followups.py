@@ -202,9 +202,7 @@ class GangWriter:
         if protected:
             # Read after the pods, so that the pods of a new training are not taken for strays.
             known_uids = await known()
-            await self._drop_finalizers(
-                p for p in protected if p.metadata["labels"].get(UID) not in known_uids
-            )
+            await self._drop_finalizers(p for p in protected if p.labels.get(UID) not in known_uids)
 
     async def _drop_finalizers(self, pods: Iterable[Pod]) -> None:
         held = [pod for pod in pods if pod.has_finalizer]
@@ -221,9 +219,7 @@ class GangWriter:
     ) -> None:
         async def patch(pod: Pod) -> None:
             with contextlib.suppress(NotFound):
-                await self._cluster.patch(
-                    "pods", pod.metadata["namespace"], pod.name, render(pod), **options
-                )
+                await self._cluster.patch("pods", pod.namespace, pod.name, render(pod), **options)
 
         await gather(AT_ONCE, [patch(pod) for pod in pods])
 
@@ -248,7 +244,7 @@ def _render_stopped(now: float) -> Json:
         "type": STOPPED,
         "status": "True",
         "reason": "GaveWay",
-        "message": "half a gang gives its room back",
+        "message": "too few ranks fit: releasing their nodes",
         "lastTransitionTime": datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     return {"status": {"conditions": [condition]}}

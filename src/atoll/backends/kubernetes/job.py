@@ -41,7 +41,6 @@ class Job:
     """A Job's manifest with names for what atoll asks of it."""
 
     def __init__(self, manifest: Json) -> None:
-        self.manifest = manifest
         self.metadata: Json = manifest["metadata"]
         self.spec: Json = manifest["spec"]
         self.status: Json = manifest.get("status") or {}

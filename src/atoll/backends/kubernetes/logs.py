@@ -93,9 +93,7 @@ async def tail_offsets(
             for pod in reversed(pods):
                 count = max(tail - len(times), 1)
                 with contextlib.suppress(NotFound, Permanent, Temporary):
-                    lines = source.cluster.log_with_times(
-                        pod.metadata["namespace"], pod.name, tail=count
-                    )
+                    lines = source.cluster.log_with_times(pod.namespace, pod.name, tail=count)
                     times = [at async for at, _ in lines] + times
                 if len(times) >= max(tail, 1):
                     break
@@ -141,9 +139,7 @@ async def _all_lines(
         yield LogLine(rank=rank, text=text)
     for pod in pods:
         try:
-            async for at, text in source.cluster.log_with_times(
-                pod.metadata["namespace"], pod.name, tail=tail
-            ):
+            async for at, text in source.cluster.log_with_times(pod.namespace, pod.name, tail=tail):
                 is_empty = False
                 yield LogLine(rank=rank, text=text, time=_seconds(at))
         except (NotFound, Permanent):
@@ -188,7 +184,7 @@ async def follow_logs(
             is_complete = pod.name in ended  # a pod that has ended adds nothing while it is read
             try:
                 async for at, text in source.cluster.log_with_times(
-                    pod.metadata["namespace"], pod.name, after=after, follow=True
+                    pod.namespace, pod.name, after=after, follow=True
                 ):
                     after = at
                     await lines.put(OffsetLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
@@ -277,9 +273,7 @@ class Archive:
         """
         for pod in pods:
             self.capture(pod, ranks)
-        opening = [
-            self._opened[key] for pod in pods if (key := pod.metadata["uid"]) in self._opened
-        ]
+        opening = [self._opened[key] for pod in pods if (key := pod.uid) in self._opened]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_S):
                 for opened in opening:
@@ -287,7 +281,7 @@ class Archive:
 
     def capture(self, pod: Pod, ranks: int) -> None:
         """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
-        key = pod.metadata["uid"]
+        key = pod.uid
         if key not in self._captured:
             if len(self._captured) > MAX_CAPTURED:
                 self._captured = set(self._tasks)
@@ -304,8 +298,7 @@ class Archive:
 
     async def settle(self, pods: Iterable[Pod], timeout_s: float) -> None:
         """The logs of these pods are stored, or `timeout_s` has passed."""
-        keys = (pod.metadata.get("uid") for pod in pods)
-        tasks = [self._tasks[key] for key in keys if key in self._tasks]
+        tasks = [self._tasks[pod.uid] for pod in pods if pod.uid in self._tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
@@ -346,9 +339,7 @@ class Archive:
         async def read() -> None:
             nonlocal longest
             text = ""
-            lines = self._cluster.log(
-                pod.metadata["namespace"], pod.name, follow=True, on_open=opened.set
-            )
+            lines = self._cluster.log(pod.namespace, pod.name, follow=True, on_open=opened.set)
             async for line in lines:
                 text += line + "\n"
                 if len(text) > 2 * limit:
@@ -373,7 +364,6 @@ class Archive:
                 return
 
     async def _store(self, pod: Pod, text: str) -> None:
-        labels = pod.metadata.get("labels") or {}
         # Kubernetes deletes it with the Job, even if the Job no longer exists.
         owners = [
             {field: owner[field] for field in ("apiVersion", "kind", "name", "uid")}
@@ -387,15 +377,13 @@ class Archive:
                 "ownerReferences": owners,
                 "labels": {
                     MANAGED: "atoll",
-                    UID: labels.get(UID, ""),
+                    UID: pod.labels.get(UID, ""),
                     LOG_OF: pod.annotations[INDEX],
                 },
             },
             "data": {"log": text},
         }
-        await self._cluster.patch(
-            "configmaps", pod.metadata["namespace"], pod.name, body, type="apply"
-        )
+        await self._cluster.patch("configmaps", pod.namespace, pod.name, body, type="apply")
 
 
 def _last(text: str, limit: int) -> str:

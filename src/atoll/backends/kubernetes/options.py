@@ -55,7 +55,7 @@ SUPPORTS = (
     ),
     NO_STALL_RESTART,
     *(
-        refuse(action, f"it has no right to enter pods: use 'atoll exec NAME -- {command}'")
+        refuse(action, f"it has no right to enter pods: use 'atoll exec NAME -r RANK -- {command}'")
         for action, command in (("kill", "kill -s SIGNAL PID"), ("stacks", "py-spy dump -p PID"))
     ),
     ignore(
@@ -85,8 +85,6 @@ def check_installed(name: str) -> None:
 
 
 REPORT_SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
-
-
 OWN_DIR = "/atoll"  # of a rank's container, for what atoll mounts there
 
 
@@ -108,6 +106,7 @@ LISTS = {
     "tolerations": ListRule(None),
     "topologySpreadConstraints": ListRule(None),
 }
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 OBJECTS = ("affinity", "nodeSelector", "resources")
 
 # What a patch may not say, with what would be right.
@@ -421,7 +420,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
             )
         if spec.run_id is not None and spec.rendezvous.uri is None:
             raise ValidationError(
-                "rendezvous_uri", None, "expected the object store of the run: pods share no folder"
+                "rendezvous_uri", None, "expected the URI of an object store: pods share no folder"
             )
 
     def _check_models(self, models: list[str]) -> None:
@@ -440,7 +439,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
         """The labels of nodes that the caller asks for by a selector or an affinity."""
         pod = self.own_pod
         affinity = pod.get("affinity", {}).get("nodeAffinity", {})
-        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+        required = affinity.get(REQUIRED, {})
         rules = [
             rule
             for term in required.get("nodeSelectorTerms", ())

@@ -1,13 +1,15 @@
 """A pod's manifest, read: which rank and attempt it is, whether it runs, how it ended. Pure.
 
 `PodManifest` names the fields that are read: lists and watches decode no others, so that a pod
-takes 5 KB of memory instead of 50.
+takes 5 KB of memory instead of 50. Spec and status stay bytes until a `Pod` is made of them, so
+that a listed pod that has not changed costs a look at its version.
 """
 
 from __future__ import annotations
 
 import functools
 import signal
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, TypedDict
 
@@ -26,6 +28,7 @@ from atoll.backends.kubernetes.names import (
     REPORT_DIR,
 )
 from atoll.backends.kubernetes.results import without_results
+from atoll.core.model import json_decoder
 from atoll.core.phase import ExitReason
 from atoll.core.status import Exit, ObservedRank
 from atoll.core.text import split_lines
@@ -102,29 +105,24 @@ class PodMetadata(TypedDict, total=False):
     ownerReferences: Any
 
 
-class PodContainer(TypedDict, total=False):
+class PodEntry(TypedDict, total=False):
+    """A container, the status of one, or a condition."""
+
     name: Any
     image: Any
     command: Any
-
-
-class PodSpec(TypedDict, total=False):
-    nodeName: Any
-    schedulingGates: Any
-    containers: list[PodContainer] | None
-    initContainers: list[PodContainer] | None
-
-
-class PodCondition(TypedDict, total=False):
+    state: Any
     type: Any
     status: Any
     reason: Any
     message: Any
 
 
-class ContainerStatus(TypedDict, total=False):
-    name: Any
-    state: Any
+class PodSpec(TypedDict, total=False):
+    nodeName: Any
+    schedulingGates: Any
+    containers: list[PodEntry] | None
+    initContainers: list[PodEntry] | None
 
 
 class PodStatus(TypedDict, total=False):
@@ -134,25 +132,24 @@ class PodStatus(TypedDict, total=False):
     hostIP: Any
     podIP: Any
     startTime: Any
-    conditions: list[PodCondition] | None
-    containerStatuses: list[ContainerStatus] | None
-    initContainerStatuses: list[ContainerStatus] | None
+    conditions: list[PodEntry] | None
+    containerStatuses: list[PodEntry] | None
+    initContainerStatuses: list[PodEntry] | None
 
 
 class PodManifest(TypedDict, total=False):
-    """What of a pod is read here; a plain dictionary, as every other manifest."""
+    """What of a pod is read here, in a plain dictionary."""
 
     metadata: PodMetadata
-    spec: PodSpec | None
-    status: PodStatus | None
+    spec: msgspec.Raw
+    status: msgspec.Raw
 
 
-# Parts of manifests that most pods of a gang have in common.
-SHARED = (
-    *(("spec", "containers"), ("spec", "initContainers")),
-    *(("metadata", "ownerReferences"), ("status", "conditions")),
-)
-_shared: dict[bytes, Any] = {}
+_PARTS: dict[str, msgspec.json.Decoder[Any]] = {
+    "spec": json_decoder(PodSpec),
+    "status": json_decoder(PodStatus),
+}
+_shared: dict[bytes, Any] = {}  # parts of manifests that most pods of a gang have in common
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -170,11 +167,17 @@ class Pod:
     """
 
     def __init__(self, manifest: Json) -> None:
-        self.manifest = manifest
+        for part, decoder in _PARTS.items():
+            if isinstance(raw := manifest.get(part), msgspec.Raw):
+                manifest[part] = decoder.decode(raw)
         self.metadata: Json = manifest["metadata"]
         self.spec: Json = manifest.get("spec", {})
         self.status: Json = manifest.get("status", {})
         self.name: str = self.metadata["name"]
+        self.namespace = str(self.metadata.get("namespace", ""))
+        self.uid = str(self.metadata.get("uid"))
+        self.version = int(self.metadata.get("resourceVersion") or 0)
+        self.labels: Json = self.metadata.get("labels") or {}
         self.annotations: Json = self.metadata.get("annotations") or {}
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
@@ -185,7 +188,7 @@ class Pod:
         self.node: str | None = self.spec.get("nodeName") or None
         # What the pod does for its training: it is a rank, an etcd or a bench. Also the name of
         # its container, except in launches from scripts.
-        self.part = str((self.metadata.get("labels") or {}).get(PART, CONTAINER))
+        self.part = str(self.labels.get(PART, CONTAINER))
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
         self.address: str = self.status.get("hostIP", "")  # of its node
@@ -233,11 +236,14 @@ class Pod:
         """A pod to keep: the pods of a gang share the parts that are equal. Never change them."""
         if len(_shared) >= MAX_SHARED:
             _shared.clear()
-        for part, field in SHARED:
-            value = (manifest.get(part) or {}).get(field)
-            if value:
-                manifest[part][field] = _shared.setdefault(msgspec.json.encode(value), value)
-        return cls(manifest)
+        pod = cls(manifest)
+        for part, field in (
+            *((pod.spec, "containers"), (pod.spec, "initContainers")),
+            *((pod.metadata, "ownerReferences"), (pod.status, "conditions")),
+        ):
+            if value := part.get(field):
+                part[field] = _shared.setdefault(msgspec.json.encode(value), value)
+        return pod
 
     @property
     def deleted_at(self) -> float | None:
@@ -418,6 +424,12 @@ class Pod:
             f"({message or f'exit code {self._gate_code}'}); "
             "the executor option is_start_gated=False does without it"
         )
+
+
+def parsed(manifests: Iterable[Json], known: Iterable[Pod]) -> list[Pod]:
+    """The pods of a list; those of `known` that have not changed are not parsed again."""
+    by_version = {pod.metadata["resourceVersion"]: pod for pod in known}
+    return [by_version.get(item["metadata"]["resourceVersion"]) or Pod(item) for item in manifests]
 
 
 def recorded_exit(exit: Exit, record: Json) -> Exit:

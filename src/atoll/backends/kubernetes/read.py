@@ -170,32 +170,29 @@ def observe_gang(
     if started_at is None and lost_unseen and job is not None:
         started_at = job.started_at or now
     is_over = job is not None and bool(job.end_reason)
-    observation = Observation(
-        ranks=ranks,
-        desired=desired,
-        is_supervised=desired is not None and not is_over,
-        is_closed=desired is not None and is_over,
-        message=_message(job, pod_error, options),
-        # Ranks keep the one that they started with.
-        rendezvous_endpoint=training.status.rendezvous_endpoint
-        or rendezvous_endpoint(training, options),
-        has_gate=True,
-        # Without a gate, a rank is let go when its container starts.
-        gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
-        unsettled=len(unsettled),
-        again_in_s=LATE_S if unsettled else None,
-    )
     half: list[Pod] = []
     if gate.opened_at is None and options.gang_timeout_s is not None:
         half = _half(training, job, newest, options.gang_timeout_s, now, pod_error)
     pause_s = None  # until a gang that gave way may try again
     if job is not None and job.yielded_at is not None:
         pause_s = max(job.yielded_at + options.gang_backoff_s - now, 0.0)
-    if pause_s:
-        message = f"too few nodes for min ranks at once; gave way, next try in {pause_s:.0f} s"
-        observation = replace(observation, capacity=0, message=message, again_in_s=pause_s)
-    observation = replace(
-        observation, fault=_fault(training, job, observation, newest, options, now)
+    # Without a gate, a rank is let go when its container starts.
+    opened_at = started_at if gate.opened_at is None else gate.opened_at
+    observation = Observation(
+        ranks=ranks,
+        desired=desired,
+        is_supervised=desired is not None and not is_over,
+        is_closed=desired is not None and is_over,
+        message=_message(job, pod_error, options, pause_s),
+        # Ranks keep the one that they started with.
+        rendezvous_endpoint=training.status.rendezvous_endpoint
+        or rendezvous_endpoint(training, options),
+        has_gate=True,
+        gate_opened_at=opened_at,
+        fault=_fault(training, job, opened_at, newest, options, now),
+        unsettled=len(unsettled),
+        capacity=0 if pause_s else None,
+        again_in_s=pause_s or (LATE_S if unsettled else None),
     )
     view = GangView(observation, may_go, leaving, lost, has_more, half, gate, newest)
     followups = tuple(_followups(training, job, view, options, now, pause_s))
@@ -335,7 +332,7 @@ def _rank(
         is_stopping=is_running and is_leaving,
         pod_name=pod.name,
         host=pod.node,
-        region=(pod.metadata.get("labels") or {}).get(REGION),
+        region=pod.labels.get(REGION),
         message=message,
     )
 
@@ -431,7 +428,11 @@ def _is_stopped(pod: Pod, job: Job | None, now: float) -> bool:
     )
 
 
-def _message(job: Job | None, pod_error: str, options: KubernetesOptions) -> str:
+def _message(
+    job: Job | None, pod_error: str, options: KubernetesOptions, pause_s: float | None
+) -> str:
+    if pause_s:
+        return f"too few nodes for min ranks at once; gave way, next try in {pause_s:.0f} s"
     if pod_error:
         return pod_error if job is None else f"Kubernetes cannot create the pod: {pod_error}"
     if job is None or not job.is_suspended:
@@ -444,7 +445,7 @@ def _message(job: Job | None, pod_error: str, options: KubernetesOptions) -> str
 def _fault(
     training: Training,
     job: Job | None,
-    observation: Observation,
+    opened_at: float | None,
     newest: list[Pod],
     options: KubernetesOptions,
     now: float,
@@ -455,8 +456,8 @@ def _fault(
     world = training.spec.world_size
     if broken and world.target - len(broken) < world.min:
         return f"rank {broken[0].rank}: {broken[0].waits_for}"
-    opened_at = (observation.gate_opened_at, training.status.gate_opened_at)
-    if job is not None and job.end_reason == "DeadlineExceeded" and opened_at == (None, None):
+    has_opened = (opened_at, training.status.gate_opened_at) != (None, None)
+    if job is not None and job.end_reason == "DeadlineExceeded" and not has_opened:
         return f"no rank could start within {job.spec.get('activeDeadlineSeconds')} s"
     return ""
 

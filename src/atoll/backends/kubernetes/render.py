@@ -51,6 +51,7 @@ from atoll.backends.kubernetes.names import (
     TRAINING,
     UID,
 )
+from atoll.backends.kubernetes.options import REQUIRED
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
 from atoll.backends.kubernetes.pod import TURNED_AWAY
 from atoll.backends.launch import (
@@ -114,6 +115,8 @@ TURNED_AWAY_RULE: Json = {
     "action": "Ignore",
     "onExitCodes": {"containerName": GATE, "operator": "In", "values": [TURNED_AWAY]},
 }
+HOST = "kubernetes.io/hostname"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 # The node label over which ranks are spread, by `topology_spread`.
 SPREAD = {"provider-aware": PROVIDER, "region-aware": REGION}
 
@@ -429,13 +432,18 @@ def _environment(training: Training, launch: RankLaunch, options: Options) -> li
     is_counted = options.gates_start(training.spec) and TOGETHER not in launch.env
     return [
         {"name": RESULT_VARIABLE, "value": IN_LOG},  # a pod has neither folder nor bucket
-        *(
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-            for name, path in by_field.items()
-        ),
+        *render_fields(by_field),
         *({"name": name, "valueFrom": size} for name in launch.size_variables),
         *([{"name": TOGETHER, "valueFrom": {"fieldRef": _START_FIELD}}] if is_counted else ()),
         *({"name": name, "value": _literal(value)} for name, value in launch.env.items()),
+    ]
+
+
+def render_fields(paths: dict[str, str]) -> list[Json]:
+    """Variables that say what is in these fields of the pod itself."""
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in paths.items()
     ]
 
 
@@ -474,7 +482,8 @@ def _volumes(training: Training, options: Options) -> list[Json]:
             }
         )
     if options.gates_start(training.spec):
-        volumes.append(render_gate_volume())
+        start = {"path": "start", "fieldRef": _START_FIELD}
+        volumes.append({"name": GATE, "downwardAPI": {"items": [start]}})
     return volumes
 
 
@@ -496,10 +505,7 @@ def render_agent(training: Training, etcd: str, options: Options) -> Json:
         "image": options.agent_image,
         "restartPolicy": "Always",
         "command": command,
-        "env": [
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-            for name, path in fields.items()
-        ],
+        "env": render_fields(fields),
         "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
         "securityContext": RESTRICTED,
     }
@@ -525,11 +531,6 @@ def render_gate(gang: str, rank: Json) -> Json:
     if amounts:
         container["resources"] = {"requests": amounts, "limits": amounts}
     return container | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
-
-
-def render_gate_volume() -> Json:
-    items = [{"path": "start", "fieldRef": _START_FIELD}]
-    return {"name": GATE, "downwardAPI": {"items": items}}
 
 
 def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
@@ -604,10 +605,9 @@ def affinity(training: Training, options: Options) -> Json | None:
     by_gpu = _gpu_rules(training.spec.resources, options)
     if rules or by_gpu != [[]]:
         node = {**merged.get("nodeAffinity", {})}
-        required = "requiredDuringSchedulingIgnoredDuringExecution"
         # Terms are alternatives: each of the caller's own must meet our rules as well.
-        terms = node.get(required, {}).get("nodeSelectorTerms") or [{}]
-        node[required] = {
+        terms = node.get(REQUIRED, {}).get("nodeSelectorTerms") or [{}]
+        node[REQUIRED] = {
             "nodeSelectorTerms": [
                 {**term, "matchExpressions": [*term.get("matchExpressions", ()), *gpu, *rules]}
                 for term in terms
@@ -616,21 +616,24 @@ def affinity(training: Training, options: Options) -> Json | None:
         }
         merged["nodeAffinity"] = node
     if training.spec.topology_spread == "pack" and "podAffinity" not in merged:
-        near = [
-            {
-                "weight": weight,
-                "podAffinityTerm": {
-                    "topologyKey": key,
-                    "labelSelector": {"matchLabels": ranks_of(training)},
-                },
-            }
-            for key, weight in (
-                ("kubernetes.io/hostname", 100),
-                ("topology.kubernetes.io/zone", 50),
-            )
-        ]
-        merged["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": near}
+        near = ranks_of(training)
+        merged["podAffinity"] = prefer((near, HOST, 100), (near, "topology.kubernetes.io/zone", 50))
     return merged or None
+
+
+def term_of(labels: dict[str, str], key: str = HOST) -> Json:
+    """Pods with these labels, on nodes that have one value of `key`."""
+    return {"topologyKey": key, "labelSelector": {"matchLabels": labels}}
+
+
+def prefer(*rows: tuple[dict[str, str], str, int]) -> Json:
+    """Preferences for pods, with their weights."""
+    return {
+        PREFERRED: [
+            {"weight": weight, "podAffinityTerm": term_of(labels, key)}
+            for labels, key, weight in rows
+        ]
+    }
 
 
 def spread(training: Training) -> list[Json] | None:

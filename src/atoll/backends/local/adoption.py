@@ -129,7 +129,7 @@ async def adopt(directory: Path, store: Store) -> None:
     if not record.status.phase.is_terminal and not (directory / DESIRED_FILE).exists():
         raise Permanent(f"its {DESIRED_FILE} is lost, and its ranks may have run already")
     training = await store.create(_with_code(record, directory))
-    text = "the store had no record of it; it goes on from the files of its ranks"
+    text = "the store had no record of it; it continues from the files of its ranks"
     await store.record(
         training.key, Event(type="Warning", reason="Adopted", message=text, at=time.time())
     )
@@ -144,7 +144,7 @@ async def catch_up(directory: Path, stored: Training, store: Store) -> None:
     try:
         record = read_record(directory)
     except Permanent as error:
-        log.warning("%s: %s; it is written anew", directory, error)
+        log.warning("%s: %s; it is written again", directory, error)
         record = None
     if record is None:
         write_record(directory, stored)
@@ -153,7 +153,7 @@ async def catch_up(directory: Path, stored: Training, store: Store) -> None:
         stored = await store.update_spec(
             replace(stored, spec=record.spec, deletion_requested_at=mark)
         )
-        text = "the store was older than the files of its ranks; it goes on from those"
+        text = "the store was older than the files of its ranks; it continues from those"
         event = Event(type="Warning", reason="CaughtUp", message=text, at=time.time())
         await store.update_status(stored, record.status, [event])
         log.warning("training %s/%s (%s): %s", *stored.key, stored.uid, text)
@@ -163,8 +163,8 @@ def quarantine(directory: Path, why: str) -> str:
     """The sentence for what is neither adopted nor deleted."""
     return (
         f"{directory} is of a training that the store does not know, and is left alone: {why}; "
-        f"its ranks, if any run, go on; to end them and delete it, run 'touch "
-        f"{directory / TOMBSTONE}' and start the control plane anew"
+        f"its ranks, if any, keep running; to end them and delete it, run 'touch "
+        f"{directory / TOMBSTONE}' and restart the control plane"
     )
 
 

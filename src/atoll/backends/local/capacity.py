@@ -429,14 +429,19 @@ def amount_text(name: str, amount: float) -> str:
     return f"{amount / MILLI:g} CPUs" if name == CPU else f"{amount:g} slots"
 
 
-def describe_use(name: str, used: int, limit: int, each: int, host: str) -> str:
-    """Why ranks wait: `2 of 4 CPUs of HOST are in use, and each rank takes 3`."""
-    if name == SLOTS:
-        return f"{used} of {limit} slots of {host} are in use"
-    taken = format_bytes(used) if name == MEMORY else f"{used / MILLI:g}"
+def describe_use(name: str, used: int, limit: int, each: int, host: str, least: int) -> str:
+    """Why ranks wait: `2 of 4 CPUs of HOST are in use, and each rank takes 3`.
+
+    Where `least` ranks never fit, it says so.
+    """
+    taken = format_bytes(used) if name == MEMORY else f"{used / (1 if name == SLOTS else MILLI):g}"
     one = format_bytes(each) if name == MEMORY else f"{each / MILLI:g}"
-    total = amount_text(name, limit)
-    return f"{taken} of {total} of {host} are in use, and each rank takes {one}"
+    text = f"{taken} of {amount_text(name, limit)} of {host} are in use"
+    text += "" if name == SLOTS else f", and each rank takes {one}"
+    if least * each <= limit:
+        return text
+    needed = amount_text(name, least * each)
+    return f"{text}: {least} ranks need {needed}, and 'atoll limits' has the limit"
 
 
 def _without(devices: list[str], reserved: Counter[str]) -> list[str]:

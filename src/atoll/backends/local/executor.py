@@ -296,7 +296,7 @@ class LocalBackend(FolderLogs):
         count = spec.resources.gpu_count
         is_known = self._devices.is_configured or self._devices.share(count, spec.env) is not None
         if count and not is_known:
-            remedy = "expected 0, or gpus = 0 in that file to train on the CPU all the same"
+            remedy = "expected 0, or gpus = 0 in that file to train on the CPU"
             raise ValidationError("gpu_count", count, f"{NO_GPU}: {remedy}")
 
     def set_limits(self, limits: Limits) -> None:
@@ -524,7 +524,7 @@ class LocalBackend(FolderLogs):
         if one is None or not one.is_running:
             return
         if read_stacks(supervisor.directory, one.rank, one.attempt) is None:
-            cause = f"it did not move for {followup.idle_s:.0f} s"
+            cause = f"it made no progress for {followup.idle_s:.0f} s"
             await asyncio.to_thread(keep_stacks, supervisor.directory, [one], cause)
             self._changed.put_nowait(training.key)  # the status shows where it is
         if followup.is_ended and processes.start_ticks(one.pid) == one.start_ticks:
@@ -691,6 +691,8 @@ class LocalBackend(FolderLogs):
         is_limited = bool(self._note_needs(training)) or self._share(training) is not None
         if is_limited and assigned < target:
             capacity, message = self._turn_of(training, assigned)
+            if capacity >= target:
+                message = ""  # it is being started, and waits for nothing
         if assigned < min(target, capacity):
             left, why = self._machine.free()
             if assigned + left < min(target, capacity):
@@ -704,7 +706,8 @@ class LocalBackend(FolderLogs):
         for name, amount in self._each.get(uid, {}).items():
             if (fit := fitting({name: amount}, left)) < free:
                 limit = self._limits[name]
-                message = describe_use(name, limit - left[name], limit, amount, self._host)
+                used = limit - left[name]
+                message = describe_use(name, used, limit, amount, self._host, world.min)
                 free = fit
         if share is not None and (fit := len(self._devices.free(share)) // share.each) < free:
             free, message = fit, self._devices.describe(share, self._host, world.min)

@@ -42,10 +42,10 @@ def open_process(pid: int, start_ticks: int) -> Iterator[int]:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
-        raise Conflict(f"process {pid} has ended") from error
+        raise Conflict(f"the rank does not run: process {pid} has ended") from error
     try:
         if start_ticks and not processes.is_running(pid, start_ticks):
-            raise Conflict(f"process {pid} has ended")
+            raise Conflict(f"the rank does not run: process {pid} has ended")
         yield pidfd
     finally:
         os.close(pidfd)

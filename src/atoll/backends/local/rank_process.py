@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import atoll
 from atoll.agent.process import (
     CONTROL_VARIABLE,
     ERROR_VARIABLE,
     RESULT_VARIABLE,
+    SWITCH,
     exit_fields,
+    hook_path,
     result_fields,
 )
 from atoll.agent.records import AttemptFacts, Due, exit_record
@@ -26,9 +27,6 @@ from atoll.core.phase import ExitReason
 from atoll.logs.segments import LogWriter
 
 GO = b"g"
-# In the folder is a `sitecustomize.py`, with which `agent/stacks.py` reaches Python ranks.
-HOOK = str(Path(atoll.__file__).parent / "agent" / "hook")
-SWITCH = "ATOLL_STACKS"  # `0` in the environment of a training: its ranks do without the hook
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -52,7 +50,7 @@ class Process:
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
         self.is_frozen = False
-        self.has_left = False  # it has handed in what it had, and only its process has to end
+        self.has_left = False  # it has uploaded what it had, and only its process has to end
         # Monotonic; it is killed by then, or as soon as its stacks are taken. None: not yet asked.
         self.stacks_until: float | None = None
         self.no_stacks = ""  # why none were taken before it was killed
@@ -117,15 +115,8 @@ def environment_of(directory: Path, launch: dict[str, Any], due: Due) -> dict[st
         RESULT_VARIABLE: result_file(directory, due.rank, due.attempt),
         CONTROL_VARIABLE: str(directory / SOCKET),
     }
-    return {**env, **with_hook(env)}
-
-
-def with_hook(env: dict[str, str]) -> dict[str, str]:
-    """The variables of a rank with which Python registers the dump; none if it is not to."""
-    if env.get(SWITCH) == "0":
-        return {}
-    paths = [HOOK, *filter(None, [env.get("PYTHONPATH", "")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    path = hook_path(env.get(SWITCH), env.get("PYTHONPATH"))
+    return env if path is None else {**env, "PYTHONPATH": path}
 
 
 def lost_record(directory: Path, attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:

@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll.agent.process import (
+    FROZEN_CAUSE,
+    GRACE_CAUSE,
+    ROUND_CAUSE,
     SEARCHED_BYTES,
+    STACKS_S,
     TAKE_STACKS,
     failure_tail,
     left_file,
@@ -89,12 +93,6 @@ RANKS_A_MESSAGE = 1000  # some 6 kB: the kernel takes so little as a whole or no
 # How much longer than its grace a rank may live that has left well: on a starved machine, ending a
 # process that has loaded torch has taken 10 s.
 LEFT_S = 30.0
-# How much longer than its grace a rank may live so that its stacks are taken: py-spy needs a second
-# on a quiet machine, Python's own dump 50 ms.
-STACKS_S = 3.0
-GRACE_CAUSE = "it did not end within its grace period"
-FROZEN_CAUSE = "it was stopped by a signal"
-ROUND_CAUSE = "an outer round timed out"
 SLICE_S = 0.05  # how long ranks are forked before clients and exits are served again
 
 

@@ -335,7 +335,7 @@ class SupervisorClient:
             return
         with contextlib.suppress(OSError):  # on a full disk, ends are dated when they are noticed
             write_ends(self.directory, self._ends)
-        what = "go on" if number == signal.SIGCONT else "are ended and replaced"
+        what = "continue" if number == signal.SIGCONT else "are ended and replaced"
         log.warning("%s: watchdog and supervisor do not answer; they %s", self.directory, what)
         for process in (pair.supervisor, pair.watchdog):
             if process is not None:

@@ -99,7 +99,6 @@ class Sandboxes(ServiceClient):
         super().__init__(AT_ONCE)
         self._options = options
         self._app: Any = None
-        self._client: Any = None
         self._opening = asyncio.Lock()
         self._creates = asyncio.Semaphore(options.creates)
         self._image = functools.cache(self._registry_image)  # each is looked up once
@@ -119,14 +118,11 @@ class Sandboxes(ServiceClient):
         """Finds the app, or makes it. Raises Permanent without credentials."""
         async with self._opening:
             if self._app is None:
-                self._app = await self.ask("app", lambda: answer(self._look_up()))
-
-    async def _look_up(self) -> Any:
-        app, environment = self._options.app, self._options.environment
-        self._client = client = await modal.Client.from_env.aio()
-        return await modal.App.lookup.aio(
-            app, create_if_missing=True, environment_name=environment, client=client
-        )
+                name, environment = self._options.app, self._options.environment
+                look_up = functools.partial(modal.App.lookup.aio, environment_name=environment)
+                self._app = await self.ask(
+                    "app", lambda: answer(look_up(name, create_if_missing=True))
+                )
 
     @question
     async def create(self, request: dict[str, Any]) -> str:
@@ -144,7 +140,6 @@ class Sandboxes(ServiceClient):
             cloud=options.cloud,
             region=options.region,
             volumes=self._volumes(),
-            client=self._client,
             **rest,
         )
         return str(sandbox.object_id)
@@ -156,8 +151,7 @@ class Sandboxes(ServiceClient):
         The listing ends with an empty page. It is not asked for where all expected ones were seen.
         """
         ids: set[str] = set()
-        app = self._app.app_id
-        listing = modal.Sandbox.list.aio(app_id=app, tags=tags, client=self._client)
+        listing = modal.Sandbox.list.aio(app_id=self._app.app_id, tags=tags)
         while (sandbox := await answer(anext(listing, None))) is not None:
             ids.add(str(sandbox.object_id))
             if expected and ids >= set(expected):
@@ -188,13 +182,12 @@ class Sandboxes(ServiceClient):
 
     async def _sandbox(self, id: str, name: str = "") -> Any:
         if id:
-            return await modal.Sandbox.from_id.aio(id, client=self._client)
+            return await modal.Sandbox.from_id.aio(id)
         return await modal.Sandbox.from_name.aio(
             self._options.app,
             name,
             environment_name=self._options.environment,
             include_terminated=True,
-            client=self._client,
         )
 
     def _registry_image(self, name: str) -> Any:

@@ -33,6 +33,10 @@ class _Gang:
         wanted = set(keys)
         return [id for id, key in self.keys.items() if key in wanted]
 
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """What is requested and not yet there."""
+        return [task for task in self.requested.values() if task.cancel()]
+
     def raise_refusal(self) -> None:
         error, self.refusal = self.refusal, None
         if error is not None:
@@ -48,21 +52,17 @@ class ModalBackend(StoreBackend):
     job_variable = "MODAL_TASK_ID"
     options: ModalOptions
     render = staticmethod(render_sandbox)
+    check_machine = staticmethod(check_credentials)
 
     def __init__(self, options: ModalOptions, *, clock: Callable[[], float] | None = None) -> None:
         super().__init__(options, clock=clock)
         self.sandboxes = Sandboxes(options)
 
-    def check_machine(self) -> None:
-        check_credentials()
-
     async def probe(self) -> None:
         await self.sandboxes.running({UID: "none"})
 
     async def close(self) -> None:
-        tasks = [task for gang in self._gangs.values() for task in gang.requested.values()]
-        for task in tasks:
-            task.cancel()
+        tasks = [task for gang in self._gangs.values() for task in gang.cancel()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
@@ -80,15 +80,18 @@ class ModalBackend(StoreBackend):
         gang: _Gang = self.gang(training)
         lives = {id for id, key in gang.keys.items() if key not in gang.ends}
         running = await self.sandboxes.running({UID: training.uid}, lives)
-        await asyncio.gather(
-            *(self._learn(gang, each) for each in running if each not in gang.keys)
-        )
+        unknown = [each for each in running if each not in gang.keys]  # started by somebody else
+        for each, tags in zip(
+            unknown, await asyncio.gather(*map(self.sandboxes.tags, unknown)), strict=True
+        ):
+            if (key := key_of(tags)) is not None:
+                gang.keys[each] = key
         jobs = {
             gang.keys[each]: JobState("running", message="Modal has not started it yet")
             for each in running
             if each in gang.keys
         }
-        detail = gang.trouble or "Modal is asked for it, and waits for room"
+        detail = gang.trouble or "Modal waits for capacity"
         for key in gang.requested:
             jobs.setdefault(key, JobState("pending", message=detail))
         known = {*gang.keys.values(), *self.claims(training)}
@@ -108,8 +111,7 @@ class ModalBackend(StoreBackend):
         return {**super().launch(training), "life_s": life_s}
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
-        for task in self.gang(training).requested.values():
-            task.cancel()
+        self.gang(training).cancel()
         await super().clear(training, with_logs=with_logs)
 
     async def _create(self, training: Training, gang: _Gang, key: AttemptKey) -> None:
@@ -125,11 +127,6 @@ class ModalBackend(StoreBackend):
             gang.trouble = str(error)
         finally:
             del gang.requested[key]
-
-    async def _learn(self, gang: _Gang, id: str) -> None:
-        """Which attempt a sandbox is that somebody else has started."""
-        if (key := key_of(await self.sandboxes.tags(id))) is not None:
-            gang.keys[id] = key
 
     async def _end(self, training: Training, gang: _Gang, key: AttemptKey) -> JobState:
         """How a sandbox ended that is in no list. Where its rank's record says all, nobody is

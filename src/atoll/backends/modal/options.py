@@ -38,7 +38,7 @@ GPUS = [
     )
 ]
 SUPPORTS = (
-    *separate_jobs("sandboxes of Modal"),
+    *separate_jobs("sandboxes of Modal", "'modal container exec' does, with the host of the rank"),
     refuse(
         "provider_filter", "expected none: the executor options cloud and region choose the place"
     ),
@@ -117,9 +117,9 @@ class ModalOptions(StoreOptions, frozen=True):
             raise ValidationError("region", self.region, "expected a region such as 'us-east'")
         if self.gpu is not None:
             check_model("gpu", self.gpu, GPUS, self.LABEL)
-        names = list(self.volumes.values())
-        for at, (path, name) in enumerate(self.volumes.items()):
-            if name in names[:at]:
+        first = {name: path for path, name in reversed(self.volumes.items())}
+        for path, name in self.volumes.items():
+            if path != first[name]:
                 expected = "expected a volume once: Modal mounts it in one place"
                 raise ValidationError(f"volumes.{path}", name, expected)
         for path, bucket in self.buckets.items():
@@ -129,10 +129,6 @@ class ModalOptions(StoreOptions, frozen=True):
                 field = f"buckets.{path}.requester_pays"
                 raise ValidationError(field, True, "expected a secret too")
 
-    def check(self, spec: TrainingSpec) -> None:
-        super().check(spec)
-        self.gpu_of(spec)
-
-    def gpu_of(self, spec: TrainingSpec) -> str | None:
-        """The GPUs of one rank in Modal's words: `H100:2`. Raises ValidationError for none."""
+    def hardware_of(self, spec: TrainingSpec) -> str | None:
+        """The GPUs of one rank: `H100:2`."""
         return gpu_for(spec.resources, GPUS, self.LABEL, usual=self.gpu)

@@ -38,7 +38,7 @@ def render_sandbox(training: Training, key: AttemptKey, options: ModalOptions) -
         "command": [options.python, "-c", WRAPPER, records, *map(str, key)],
         "image": spec.image or options.image,
         "timeout": options.lifetime_s,
-        "gpu": options.gpu_of(spec),
+        "gpu": options.hardware_of(spec),
         "cpu": options.cpu if cpu is None else parse_quantity(cpu),
         "memory": options.memory if memory is None else round(parse_quantity(memory) / MIB),
     }

@@ -122,7 +122,7 @@ class SageMakerBackend(StoreBackend):
             if time.monotonic() >= since + self.options.capacity_pause_s:
                 return None
             reason = end.get("FailureReason", "")
-            message = f"SageMaker has no capacity, and is asked again: {reason}"
+            message = f"SageMaker has no capacity; atoll tries again: {reason}"
             return JobState("pending", message=message)
         return read_end(end)
 

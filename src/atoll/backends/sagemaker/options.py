@@ -46,14 +46,14 @@ SUPPORTS = (
     *(
         ignore(
             field,
-            lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
+            lambda spec, options: f"ranks have what an {options.hardware_of(spec)} has",
             when=lambda spec, options: bool(spec.resources.gpu_models or options.instance_type),
         )
         for field in ("cpu", "memory")
     ),
     ignore(
         "gpu_count",
-        lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
+        lambda spec, options: f"ranks have what an {options.hardware_of(spec)} has",
         when=lambda spec, options: bool(options.instance_type and not spec.resources.gpu_models),
     ),
 )
@@ -105,7 +105,7 @@ class SageMakerOptions(StoreOptions, frozen=True):
     tags: dict[TagName, str] = {}
     channels: dict[str, InputChannel] = {}
     env: dict[str, str] = {}  # of the job, where values have 512 characters
-    install: str | None = None  # for pip, where the image has no atoll: "atoll[store]"
+    install: str | None = None  # for pip: the URL or path of a wheel
     capacity_pause_s: Annotated[float, Meta(ge=0.05, le=3600)] = 60.0
     starts: Annotated[int, Meta(ge=1, le=100)] = 8  # requests at once
 
@@ -128,12 +128,11 @@ class SageMakerOptions(StoreOptions, frozen=True):
         if not self.role:
             expected = "expected the executor option role: the ARN that jobs run as"
             raise ValidationError("role", self.role, expected)
-        self.instance_of(spec)
         super().check(spec)
         from atoll.backends.sagemaker.render import check_job
 
         check_job(spec, self)
 
-    def instance_of(self, spec: TrainingSpec) -> str:
-        """The type of the instance that a rank has. Raises ValidationError if there is none."""
+    def hardware_of(self, spec: TrainingSpec) -> str:
+        """The type of the instance that a rank has."""
         return instance_for(spec.resources, self.instance_type)

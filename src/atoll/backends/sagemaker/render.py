@@ -85,7 +85,7 @@ def render_job(
             **_container(training, key, options),
         },
         "ResourceConfig": {
-            "InstanceType": options.instance_of(spec),
+            "InstanceType": options.hardware_of(spec),
             "InstanceCount": 1,
             "VolumeSizeInGB": options.volume_gb,
         },

@@ -11,7 +11,7 @@ from atoll.backends.base import BackendOptions
 from atoll.backends.launch import ETCD_BACKEND
 from atoll.core.checks import Pattern
 from atoll.core.errors import ValidationError
-from atoll.core.ports import NO_STALL_RESTART, ignore, no_way_into, refuse
+from atoll.core.ports import NO_STALL_RESTART, ignore, refuse
 from atoll.core.spec import TrainingSpec
 
 Container = Literal["pyxis", "apptainer"]
@@ -59,7 +59,7 @@ SUPPORTS = (
         when=lambda spec, options: bool(re.search(r"(^|,)gpu\b", options.gres or "")),
     ),
     NO_STALL_RESTART,
-    *no_way_into("jobs of Slurm: log in to the host, which 'atoll status' names"),
+    refuse("exec", "it runs no commands in jobs: log in to the host, which 'atoll status' names"),
     ignore("bench", "links are not measured under Slurm"),
     ignore("gpu_models", "gpu_count is 0", when=lambda spec, options: not spec.resources.gpu_count),
 )
@@ -72,9 +72,8 @@ class SlurmOptions(BackendOptions, frozen=True):
     LABEL = "Slurm"
     OWN_VARIABLES = ("SLURM_",)
 
-    folder: AbsolutePath | None = (
-        None  # that all hosts see under this path; unset: the state directory
-    )
+    # That all hosts see under this path; unset: the state directory.
+    folder: AbsolutePath | None = None
     partition: SbatchWord | None = None
     account: SbatchWord | None = None
     qos: SbatchWord | None = None

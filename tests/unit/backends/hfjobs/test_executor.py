@@ -176,9 +176,9 @@ def test_without_a_token_it_says_what_to_do(
 
 
 def test_a_bucket_of_hugging_face_is_refused_as_the_store() -> None:
-    with pytest.raises(ValidationError, match="no conditional create"):
+    with pytest.raises(ValidationError, match="create an object only if it is absent"):
         HFJobsExecutor(IMAGE, store="hf://buckets/me/runs")
-    with pytest.raises(ValidationError, match="no conditional create"):
+    with pytest.raises(ValidationError, match="create an object only if it is absent"):
         HFJobsExecutor(IMAGE, store="s3://b/x").launch_replicas(
             1, add, {"a": 1, "b": 2, "rendezvous_uri": "hf://buckets/me/runs"}
         )

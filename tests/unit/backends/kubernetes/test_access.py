@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.core.errors import Denied, Permanent, Temporary
+from atoll.core.executors import PlaneContext
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import RankStatus, Training
 
 SERVER = {"server": "https://127.0.0.1:1"}
 
@@ -90,3 +94,27 @@ def test_a_plugin_is_asked_in_its_own_version(tmp_path: Path) -> None:
         asyncio.run(_ask(path))
     asked = json.loads((tmp_path / "asked").read_text())
     assert asked["apiVersion"] == "client.authentication.k8s.io/v1"
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+def test_kubectl_enters_the_cluster_of_the_executor(tmp_path: Path, has_context: bool) -> None:
+    """Which need not be the one that the caller's own configuration names."""
+    (tmp_path / "config").write_text(config())
+    options = {"kubeconfig": "config", "namespace": "team"} | (
+        {"context": "x"} if has_context else {}
+    )
+    home = PlaneContext(tmp_path, "p", directory=tmp_path)
+    spec = TrainingSpec(name="tiny", command=["true"], world_size=WorldSize(1, 2, 2))
+    training = Training(namespace="team", uid="u", created_at=0.0, spec=spec)
+    rank = RankStatus(rank=1, pod_name="tiny-1-abc")
+
+    async def target() -> list[str]:
+        backend = KubernetesBackend.configured("eu", options, home)
+        try:
+            return (await backend.exec_target(training, rank)).kubectl
+        finally:
+            await backend.close()
+
+    flags = [f"--kubeconfig={tmp_path / 'config'}", *(["--context=x"] if has_context else [])]
+    expected = [*flags, "-n", "team", "tiny-1-abc", "-c", "rank"]
+    assert asyncio.run(target()) == expected

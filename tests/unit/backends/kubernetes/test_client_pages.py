@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from atoll.backends.kubernetes.client import PAGES, Cluster
-from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.pod import Pod, parsed
 from atoll.core.errors import Gone, Temporary
 from tests.unit.backends.kubernetes.kube import Json, pod, running
 
@@ -28,6 +28,7 @@ def whole(rank: int) -> Json:
     """A pod with what a server adds that nobody here reads."""
     made = pod(rank, running())
     made["metadata"] |= {"name": f"p-{rank}", "managedFields": [{"manager": "kubelet"}] * 50}
+    made["metadata"]["resourceVersion"] = str(100 + rank)
     made["spec"]["containers"][0] |= {"name": "rank", "env": [{"name": "A", "value": "b"}] * 50}
     return made
 
@@ -82,13 +83,28 @@ def test_a_list_that_expires_half_way_begins_anew() -> None:
 def test_of_pods_only_what_is_read_is_held_and_what_they_have_alike_once() -> None:
     items = asyncio.run(cluster_of(Server(pods=3)).list("pods")).items
     assert all("managedFields" not in item["metadata"] for item in items)
-    assert "env" not in items[0]["spec"]["containers"][0]
-    first, _, third = map(Pod.shared, items)
+    first, _, third = pods = list(map(Pod.shared, items))
+    assert "env" not in first.spec["containers"][0]
     assert first.spec["containers"] is third.spec["containers"]
-    told = [Pod(item) for item in items]
-    assert [(p.rank, p.node, p.started_at is not None) for p in told] == [
+    assert [(p.rank, p.node, p.started_at is not None) for p in pods] == [
         (rank, "node-1", True) for rank in range(3)
     ]
+
+
+def test_of_a_list_only_the_pods_that_have_changed_are_parsed_again() -> None:
+    server = Server(pods=3)
+    cluster = cluster_of(server)
+
+    def pods(known: list[Pod]) -> list[Pod]:
+        return parsed(asyncio.run(cluster.list("pods")).items, known)
+
+    before = pods([])
+    server.pods[1] = whole(1) | {"status": {"phase": "Failed"}}
+    server.pods[1]["metadata"]["resourceVersion"] = "200"
+    after = pods(before)
+    assert [pod is old for pod, old in zip(after, before, strict=True)] == [True, False, True]
+    assert [pod.is_over for pod in after] == [False, True, False]
+    assert pods(after[1:])[0] is not before[0]
 
 
 def events(*bodies: Any) -> Answer:
@@ -112,7 +128,7 @@ def test_a_watch_takes_bookmarks_as_servers_write_them() -> None:
         found = [event async for event in cluster.watch("pods", after="1")]
         return [(e.type, e.object["metadata"].get("resourceVersion", "")) for e in found]
 
-    assert asyncio.run(watch()) == [("ADDED", ""), ("BOOKMARK", "12")]
+    assert asyncio.run(watch()) == [("ADDED", "100"), ("BOOKMARK", "12")]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def body_of(request: httpx2.Request) -> Json:
 def with_uid(rank: int) -> Json:
     made = pod(rank, running())
     made["metadata"] |= {"uid": f"u-{rank}", "name": f"p-{rank}", "ownerReferences": []}
+    made["metadata"]["resourceVersion"] = str(rank)
     return made
 
 

@@ -159,8 +159,12 @@ def test_what_a_rank_asks_for_is_counted_in_thousandths_and_bytes() -> None:
 
 
 def test_the_reason_for_waiting_names_what_is_short() -> None:
-    assert describe_use("slots", 2, 2, 1, "h") == "2 of 2 slots of h are in use"
-    cpu = describe_use("cpu", 1500, 2000, 1000, "h")
+    assert describe_use("slots", 2, 2, 1, "h", 2) == "2 of 2 slots of h are in use"
+    cpu = describe_use("cpu", 1500, 2000, 1000, "h", 2)
     assert cpu == "1.5 of 2 CPUs of h are in use, and each rank takes 1"
-    memory = describe_use("memory", 0, 2**31, 2**30, "h")
+    memory = describe_use("memory", 0, 2**31, 2**30, "h", 2)
     assert memory == "0 B of 2 GiB of memory of h are in use, and each rank takes 1 GiB"
+    never = describe_use("slots", 0, 2, 1, "h", 4)
+    assert never.startswith(
+        "0 of 2 slots of h are in use: 4 ranks need 4 slots, and 'atoll limits'"
+    )

@@ -148,4 +148,4 @@ def test_an_image_may_be_an_object_of_the_client() -> None:
     ],
 )
 def test_gpus_in_modals_words(needs: dict[str, Any], default: str | None, name: str) -> None:
-    assert ModalOptions(gpu=default).gpu_of(spec(resources=Resources(**needs))) == name
+    assert ModalOptions(gpu=default).hardware_of(spec(resources=Resources(**needs))) == name
