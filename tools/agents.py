@@ -32,8 +32,6 @@ def llms() -> str:
     lead = "Elastic, fault-tolerant training: torchrun-style ranks and DiLoCo replicas."
     lines = ["# atoll", "", f"> {lead}", "", "## Pages", ""]
     for page in sorted((ROOT / "docs").glob("*.md")):
-        if page.stem == "index":
-            continue
         title, summary = title_and_summary(page)
         end = re.search(r"(?<=[.:])\s", summary)
         lines.append(f"- [{title}](docs/{page.name}): {summary[: end.start()] if end else summary}")

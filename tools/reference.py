@@ -25,9 +25,7 @@ _GROUPS = {
 def public_names() -> dict[str, str]:
     """Where each name that users import is defined, by the name they import."""
     names = {f"atoll.{name}": f"atoll.{home}.{name}" for name, home in atoll._HOME.items()}
-    names |= {
-        f"atoll.diloco.{name}": f"atoll.diloco.{home}.{name}" for name, home in diloco._HOME.items()
-    }
+    names |= {f"atoll.diloco.{name}": f"atoll.{home}.{name}" for name, home in diloco._HOME.items()}
     report = "atoll.diloco.allreduce.AllReduceReport"
     names[report] = report
     for kind in ("transformers", "lightning"):

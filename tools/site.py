@@ -15,7 +15,7 @@ from tools.reference import reference
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 SHIM = "https://unpkg.com/iframe-worker/shim"
-# What pages link to outside of docs/, as a page of its own.
+# What pages link to outside of docs/, as a page of its own; the README is the first page.
 BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples")
 
 
@@ -63,6 +63,7 @@ def _place_in_site(place: str) -> str | None:
 
 
 _MOVED = {f"{Path(name).stem.lower()}.md": name for name in BESIDE if (ROOT / name).exists()}
+_MOVED["index.md"] = _MOVED.pop("readme.md")
 
 
 def _made() -> dict[str, str]:

@@ -198,7 +198,8 @@ def configured(settings: Config, where: Path) -> tuple[dict[str, Executor], Setu
         default=settings.defaults.get("executor", LOCAL),
         config=settings.path,
         is_changed=lambda: is_changed(settings),
-        restart=f"stop it (kill {os.getpid()}; ranks go on) and run: atoll serve --config FILE",
+        restart=f"stop it (kill {os.getpid()}; ranks keep running) and run: "
+        "atoll serve --config FILE",
         notes=lambda: [note for each in executors.values() for note in each.notes()],
     )
     return executors, setup

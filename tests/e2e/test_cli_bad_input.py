@@ -55,6 +55,10 @@ BAD = [
     ),
     (("run", "--uri", "gs://bucket/run", "--", "true"), "expected GOOGLE_APPLICATION_CREDENTIALS"),
     (("run", "--uri", "az://bucket/run", "--", "true"), "expected AZURE_STORAGE_ACCOUNT_NAME and"),
+    (("list",), "No such command 'list'. Did you mean 'atoll ps'?"),
+    (("delete", "x"), "Did you mean 'atoll rm'?"),
+    (("--verison",), "No such option '--verison'. Did you mean '--version'?: see"),
+    (("stop", "x"), "'atoll cancel NAME' stops a training"),
     (("status",), "Missing argument 'NAME'"),
     (("status", "no/such"), "name: 'no/such' is not valid"),
     (("logs", "x", "--rank", "-1"), "-1 is not in the range x>=0"),
@@ -125,7 +129,7 @@ def test_what_the_training_refuses_is_one_line_and_1(atoll: Any) -> None:
         1,
         "a training named 'refusing' exists",
     )
-    _check(atoll("scale", "refusing", "5"), 1, "target 5 is outside [2, 2]")
+    _check(atoll("scale", "refusing", "5"), 1, "target 5 is outside [2, 2]: --min and --max are")
     _check(atoll("scale", "refusing", "-1"), 1, "target -1 is outside [2, 2]")
     assert atoll("cancel", "refusing").returncode == 0
     assert atoll("wait", "refusing").returncode == 1

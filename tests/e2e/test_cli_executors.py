@@ -85,8 +85,8 @@ def test_an_executor_that_is_not_there_is_refused_at_once(shell: Shell) -> None:
     assert refused.returncode == 2
     assert refused.stderr == (
         "atoll: error: --executor: 'us' is not valid: this control plane has: eu, local; it was "
-        f"started with {shell.toml}; to start it anew, stop it (kill "
-        f"{shell.server_pid()}; ranks go on) and run: atoll serve --config FILE\n"
+        f"started with {shell.toml}; to restart it, stop it (kill "
+        f"{shell.server_pid()}; ranks keep running) and run: atoll serve --config FILE\n"
     )
     assert shell.json("ps") == []
     shell.configure(EU + '[executors.us]\nkind = "kubernetes"\n')
@@ -193,7 +193,8 @@ def test_an_executor_that_cannot_be_used_says_why_until_a_restart(shell: Shell) 
     assert refused.returncode == 2
     assert refused.stderr == (
         f"atoll: error: --executor: 'eu' is not valid: {why}; once that is put right, "
-        f"stop it (kill {shell.server_pid()}; ranks go on) and run: atoll serve --config FILE\n"
+        f"stop it (kill {shell.server_pid()}; ranks keep running) and run: "
+        "atoll serve --config FILE\n"
     )
     (shell.toml.parent / "elsewhere.yaml").rename(file)
     assert shell.json("executors")["items"][0]["message"] == why

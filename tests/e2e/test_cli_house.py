@@ -35,12 +35,21 @@ def test_stop_is_for_ones_own(lone_atoll: Any) -> None:
     assert "ATOLL_URL names a control plane" in done.stderr
 
 
+def test_an_empty_list_says_so(lone_atoll: Any) -> None:
+    assert "no trainings: 'atoll run' starts one" in lone_atoll("ps").stderr
+    assert "no training matches" in lone_atoll("ps", "--group", "none").stderr
+    assert lone_atoll("ps", "--json").stderr == ""
+
+
 def test_limits_are_set_on_a_control_plane_that_runs_and_kept(lone_atoll: Any) -> None:
     words = ("run", "-n", "2", "--slots", "1", "--deadline", "1", "--", "true")
     done = lone_atoll(*words)
     assert done.returncode == 124
     assert "0 of 1 slots of" in done.stderr
-    assert lone_atoll("run", "-n", "2", "--slots", "2", "--", "true").returncode == 0
+    assert "2 ranks need 2 slots" in done.stderr
+    done = lone_atoll("run", "-n", "2", "--slots", "2", "--", "true")
+    assert done.returncode == 0
+    assert "slots" not in done.stderr  # it waited for nothing
     limits = {each["name"]: each for each in lone_atoll.json("limits", "--cpu", "1500m")}
     assert (limits["slots"]["total"], limits["cpu"]["total"]) == (2, 1.5)
     assert lone_atoll("stop").returncode == 0

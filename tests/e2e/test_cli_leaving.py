@@ -53,7 +53,7 @@ def test_a_rank_that_is_scaled_away_hands_in_and_leaves(
     # In the second round by what it handed in.
     assert rosters == [["0", "1"], ["0", "1"], ["0"], ["0"]]
     assert any("asked to leave by SIGTERM" in line for line in out if line.startswith("[1]"))
-    for words in ("goes on without", "given up", "waiting for ranks", "Traceback"):
+    for words in ("continues without", "given up", "waiting for ranks", "Traceback"):
         assert not any(words in line for line in out), words
     ends = {each["rank"]: each["exitCode"] for each in atoll.json("status", name)["rankExits"]}
     assert ends == {0: 0, 1: code}

@@ -75,6 +75,48 @@ def test_without_credentials_it_says_what_to_do(lone_atoll: Shell, modal: ModalS
     assert modal.calls == {}
 
 
+HUNG = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def hang():
+    print("up", flush=True)
+    while True: time.sleep(1000)
+hang()
+"""
+
+
+def test_stacks_and_signals_reach_sandboxes_and_a_kill_leaves_its_stack(
+    lone_atoll: Shell, modal: ModalStandIn
+) -> None:
+    (lone_atoll.cwd / "hung.py").write_text(HUNG)
+    more = ("--stop-grace", "1s", "--min", "1", "--", "python", "hung.py")
+    made = lone_atoll(
+        "run",
+        "-d",
+        "--name",
+        "hung",
+        "-n",
+        "2",
+        "--rendezvous",
+        "none",
+        "--executor",
+        "cloud",
+        *more,
+    )
+    assert made.returncode == 0, made.stderr
+    until(lambda: lone_atoll("logs", "hung").stdout.count("up") == 2)
+    assert "2 ranks (0-1) in hung.py:6 in hang" in lone_atoll("stacks", "hung").stdout
+    assert "modal container exec" in lone_atoll("exec", "hung", "--", "true").stderr
+    assert "sent SIGUSR1 to rank 1" in lone_atoll("kill", "hung", "1", "-s", "USR1").stdout
+    assert lone_atoll("cancel", "hung").returncode == 0
+    lone_atoll("wait", "hung", "--timeout", "60")
+    ended = {end["rank"]: end for end in lone_atoll.json("status", "hung")["rankExits"]}
+    assert ended[1]["signal"] == "SIGUSR1"
+    assert "hung.py:6 in hang" in ended[0]["stack"][0]
+    kept = lone_atoll("stacks", "hung", "--stored").stdout
+    assert "taken because it did not end within its grace period (rank 0)" in kept
+
+
 REPORTING = """
 import os, atoll, numpy as np
 from atoll.diloco.allreduce import ObjectStoreAllReduce

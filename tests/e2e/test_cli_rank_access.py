@@ -107,12 +107,16 @@ def test_in_a_pod_kubectl_enters_with_the_rights_of_the_caller(tmp_path: Path) -
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {shown}\nexit 3\n")
     kubectl.chmod(0o755)
-    target = ExecTarget(rank=0, host="n", pid=None, kubectl=["-n", "ns", "pod-0", "-c", "rank"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path), prepend=":")
-        assert _kubectl(target, ("ls", "-l"), has_stdin=True, has_tty=True) == 3
-    words = ["exec", "-i", "-t", "-n", "ns", "pod-0", "-c", "rank", "--", "ls", "-l"]
-    assert shown.read_text().split() == words
+    place = ["-n", "ns", "pod-0", "-c", "rank"]
+    (tmp_path / "kube.json").touch()
+    here, elsewhere = (f"--kubeconfig={tmp_path / name}" for name in ("kube.json", "none"))
+    for target, flags in (([], []), ([here], [here]), ([elsewhere], [])):
+        entry = ExecTarget(rank=0, host="n", pid=None, kubectl=[*target, *place])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", str(tmp_path), prepend=":")
+            assert _kubectl(entry, ("ls", "-l"), has_stdin=True, has_tty=True) == 3
+        words = ["exec", "-i", "-t", *flags, *place, "--", "ls", "-l"]
+        assert shown.read_text().split() == words
 
 
 def test_one_plain_rank_is_no_world_unless_it_is_asked_for(atoll: Any) -> None:

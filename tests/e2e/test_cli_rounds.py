@@ -110,3 +110,39 @@ def test_replicas_on_the_same_data_are_not_simply_green(atoll: Any) -> None:
     conditions = {c["type"]: c for c in atoll.json("status", "same")["conditions"]}
     assert words in conditions["Warnings"]["message"]
     assert "rounds taken part in: ranks 0-1: 3" in atoll("rounds", "same").stdout
+
+
+# Rank 1 reads its data slowly. Rounds by the clock would not wait for it; these do.
+SLOW_SCRIPT = """
+import os, time, torch
+from atoll.diloco import DiLoCo
+rank = int(os.environ["ATOLL_RANK"])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def batches():
+    while True:
+        time.sleep(0.2 if rank else 0.0)
+        yield torch.randn(8, 4)
+
+with DiLoCo(model, optimizer, sync_every=4, warmup="none") as diloco:
+    for batch in diloco.until(batches(), rounds=5):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        time.sleep(0.02)
+        optimizer.step()
+"""
+
+
+def test_a_slow_rank_is_named_with_what_it_spends_its_time_on(atoll: Any) -> None:
+    (atoll.cwd / "train.py").write_text(SLOW_SCRIPT)
+    made = atoll("run", "--name", "uneven", "--replicas", "2", "--", sys.executable, "train.py")
+    assert made.returncode == 0, made.stderr
+    (slow,) = atoll.json("rounds", "uneven")["summary"]["slow"]
+    assert slow["rank"] == 1
+    assert slow["factor"] > 1.5
+    assert slow["data"] > slow["compute"]
+    assert slow["message"].startswith("rank 1 is slow: ")
+    assert slow["message"] in atoll("rounds", "uneven").stdout
+    assert slow["message"] in atoll("status", "uneven").stdout

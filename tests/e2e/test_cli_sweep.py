@@ -21,7 +21,7 @@ with open(os.environ["MARKS"], "a") as marks:
 for step in range(3):
     atoll.report(step=step, loss=args.lr * args.width / (step + 1))
 if args.lr == 9:
-    raise SystemExit(3)
+    raise SystemExit("no such lr")
 while args.lr == 7 and not os.path.exists(os.environ["MARKS"] + ".go"):
     atoll.report(step=1000, loss=70.0)
     time.sleep(0.1)
@@ -43,7 +43,9 @@ def test_a_sweep_tries_all_prints_a_table_and_resumes(atoll: Any) -> None:
     options = ("--name", "grid", "-j", "2", "--set", "lr=0.1,9", "--set", "width=1,2")
     done = sweep(atoll, *options)
     assert done.returncode == 1, done.stderr  # those with 9 failed
-    head, *rows = done.stdout.splitlines()
+    head, *rows, why = done.stdout.splitlines()
+    assert why.startswith("grid-lr9-width1 and 1 more failed: rank 0 failed first: it exited")
+    assert "grid-lr9-width2 failed: rank 0 failed first" in done.stderr
     assert head.split()[-3:] == ["LR", "WIDTH", "LOSS"]
     assert [row.split()[:2] for row in rows] == [
         ["grid-lr0.1-width1", "succeeded"],
@@ -71,7 +73,7 @@ def test_a_training_is_stopped_early_and_stays_so(atoll: Any) -> None:
     options = ("--name", "early", "--set", "lr=0.5,7", "--stop-when", "loss>5@1000")
     done = sweep(atoll, *options)
     assert done.returncode == 0, done.stderr
-    assert "early-lr7: stopped early: loss>5@1000" in done.stdout
+    assert "early-lr7: stopped early: loss>5@1000: it was 70 at step 1000" in done.stdout
     assert runs(atoll).count("7.0/1") == 1
     again = sweep(atoll, *options)
     assert again.returncode == 0, again.stderr
@@ -87,8 +89,9 @@ def test_ctrl_c_cancels_what_runs_and_the_same_command_goes_on(lone_atoll: Any) 
     process = subprocess.Popen(command, cwd=atoll.cwd, env=atoll.env, stderr=subprocess.PIPE)
     until(lambda: runs(atoll).count("7.0/1") == 1)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert b"1 of 2 over, 1 not started: the same command continues" in err
     phases = {each["settings"]["lr"]: each["phase"] for each in atoll.json("ps")}
     assert phases == {7: "cancelled"}  # 0.25 was never started
     (atoll.cwd / "marks.go").touch()

@@ -69,7 +69,7 @@ def test_a_sweep_of_twenty_does_what_it_says(lone_atoll: Any) -> None:
 def test_replicas_meet_in_a_bucket_as_the_page_says(atoll: Any) -> None:
     save_files((DOCS / "quickstart.md").read_text(), Path(atoll.cwd))
     page = (DOCS / "diloco.md").read_text()
-    page = page[page.index("### Try S3") : page.index("## Stop, leave")]
+    page = page[page.index("### Try S3") : page.index("## Stop and resume")]
     assert "5566" in page
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -337,10 +337,11 @@ def test_a_group_is_one_row_until_it_is_opened_and_is_compared_by_a_click(
     for lr in ("0.1", "0.3"):
         words = ("--name", f"train-lr{lr}", "--label", "group=lrs", "--", sys.executable)
         lone_atoll("run", *words, "reports.py", "--lr", lr, "5")
+    lone_atoll("run", "--name", "train-lr9", "--label", "group=lrs", "--", "false")
     visitor = Visitor(browser, lone_atoll)
     visitor.sign_in()
     page = visitor.page
-    page.wait_for_selector("td:has-text('2 trainings: 2 succeeded')")
+    page.wait_for_selector("td:has-text('3 trainings: 1 failed, 2 succeeded')")
     assert page.locator("a.name").count() == 0
     page.click("button:has-text('lrs')")
     page.wait_for_selector("a.name:has-text('train-lr0.3')")
@@ -348,7 +349,7 @@ def test_a_group_is_one_row_until_it_is_opened_and_is_compared_by_a_click(
     page.click("button:text-is('Compare')")
     page.wait_for_selector("table.compare td:text-is('0.3')")
     rows = page.locator("table.compare tbody th").all_inner_texts()
-    assert sorted(rows) == ["train-lr0.1", "train-lr0.3"]
+    assert sorted(rows) == ["train-lr0.1", "train-lr0.3", "train-lr9"]
     visitor.close()
 
 
@@ -375,3 +376,65 @@ def test_running_work_stays_on_top_and_failures_fold_once_they_were_seen(
     page.reload()
     page.wait_for_selector("button:has-text('2 that you have seen')")
     visitor.close()
+
+
+HANGING = """
+import threading
+
+def wait_for_a_lock():
+    threading.Event().wait()
+
+wait_for_a_lock()
+"""
+
+
+def test_stacks_of_a_training_and_of_one_rank_are_a_click_away(
+    atoll: Any, visitor: Visitor
+) -> None:
+    (atoll.cwd / "hang.py").write_text(HANGING)
+    atoll("run", "-d", "--name", "hanging", "-n", "2", "--", sys.executable, "hang.py")
+    page = visitor.open("/t/hanging", ".facts >> text='2 of 2'")
+    line = "2 ranks (0-1) in wait (threading.py), hang.py:5 in wait_for_a_lock"
+
+    def take() -> bool:
+        page.focus(".acts button:has-text('Stacks')")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("dialog pre")
+        if line in page.inner_text("dialog pre"):
+            return True
+        page.keyboard.press("Escape")
+        return False
+
+    until(take)  # Python may still be on its way to the script
+    assert line in atoll("stacks", "hanging").stdout
+    for theme in ("light", "dark"):
+        page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+        assert violations(page) == []
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    visitor.open("/t/hanging/r/1", ".side button:has-text('Stacks')")
+    page.click(".side button:has-text('Stacks')")
+    page.wait_for_selector("dialog pre >> text=rank 1 in wait (threading.py), hang.py:5")
+    page.keyboard.press("Escape")
+    atoll("rm", "-f", "hanging")
+
+
+def test_a_tab_whose_session_ended_says_what_to_do_and_goes_on_by_itself(
+    atoll: Any, browser: Any
+) -> None:
+    atoll("run", "-d", "--name", "outlives", "-n", "1", "--", "sh", "-c", FOREVER)
+    visitor = Visitor(browser, atoll)
+    visitor.sign_in()
+    page = visitor.open("/t/outlives", ".facts >> text='1 of 1'")
+    os.kill(atoll.server_pid(), signal.SIGKILL)
+    assert atoll("ps").returncode == 0  # starts the next control plane
+    page.wait_for_selector("text=This session has ended: run `atoll ui`")
+    assert page.is_hidden("#stale")
+    assert violations(page) == []
+    other = visitor.tab()
+    other.goto(visitor.link())
+    other.wait_for_selector(".chips button")
+    page.wait_for_selector(".facts >> text='1 of 1'")
+    assert page.url.endswith("/t/outlives")
+    visitor.close()
+    atoll("rm", "-f", "outlives")

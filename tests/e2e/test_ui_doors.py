@@ -293,7 +293,7 @@ def test_a_session_does_not_outlive_its_control_plane(
         server.kill()
         server.communicate()
         server = lone_atoll.start("serve", "--port", str(browser_free_port))
-        visitor.page.wait_for_selector(".signin .trouble:has-text('the session has ended')")
+        visitor.page.wait_for_selector(".signin .trouble:has-text('This session has ended')")
         visitor.sign_in()
         assert visitor.origin == name, "its name stays, and so do links to its pages"
         visitor.close()

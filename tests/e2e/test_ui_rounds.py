@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.browser import Visitor, open_browser, press_until, violations
-from tests.e2e.test_cli_rounds import SCRIPT
+from tests.e2e.test_cli_rounds import SCRIPT, SLOW_SCRIPT
 
 
 @pytest.fixture(scope="module")
@@ -39,5 +39,23 @@ def test_rounds_are_a_grid_that_opens_their_manifests(atoll: Any, browser: Any) 
     assert "Weight" in page.inner_text("#rounds .rdetail")
     page.click("#rounds summary:has-text('Show as table')")
     page.wait_for_selector("#rounds .twin table tbody tr")
+    assert violations(page) == []
+    visitor.close()
+
+
+def test_a_slow_rank_is_named_above_the_grid(atoll: Any, browser: Any) -> None:
+    (atoll.cwd / "train.py").write_text(SLOW_SCRIPT)
+    made = atoll("run", "--name", "lagging", "--replicas", "2", "--", sys.executable, "train.py")
+    assert made.returncode == 0, made.stderr
+    visitor = Visitor(browser, atoll)
+    visitor.sign_in()
+    page = visitor.open("/t/lagging", "#rounds .slow li")
+    assert page.inner_text("#rounds .slow li").startswith("Rank 1 is slow: ")
+    tip = "#rounds .rtip >> text=/Rank 1, round \\d+: (in|joined)/"
+    press_until(page, "#rounds canvas", "ArrowDown", tip)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#rounds .rdetail table")
+    data, compute = page.locator("#rounds .rdetail tbody tr >> nth=1 >> td").all_inner_texts()[-2:]
+    assert float(data.removesuffix(" s")) > float(compute.removesuffix(" s"))
     assert violations(page) == []
     visitor.close()

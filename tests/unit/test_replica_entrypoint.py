@@ -73,7 +73,7 @@ def test_what_the_module_itself_lacks_is_its_own_failure(tmp_path: Path) -> None
         ({"ENTRYPOINT": "missing.py"}, "no such file"),
         ({"ENTRYPOINT": "missing"}, "no such module"),
         ({"ENTRYPOINT": "missing.deep:work"}, "no such module"),
-        ({"ENTRYPOINT": "job.work"}, "no such module in the image; expected module:function"),
+        ({"ENTRYPOINT": "job.work"}, "no such module here; expected module:function"),
         ({"ENTRYPOINT": "job:missing"}, "job has no function 'missing'"),
         ({"ENTRYPOINT": "job:sys"}, "job has no function 'sys'"),
         ({"ENTRYPOINT": "job", "REPLICA_RANK": "2"}, "expected below WORLD_SIZE, which is 2"),
@@ -85,10 +85,12 @@ def test_what_the_module_itself_lacks_is_its_own_failure(tmp_path: Path) -> None
     ],
 )
 def test_bad_settings_are_one_line(tmp_path: Path, env: dict[str, str], word: str) -> None:
-    done = run(tmp_path, **(PLACE | env))
+    errors = tmp_path / "error.json"
+    done = run(tmp_path, **(PLACE | env), TORCHELASTIC_ERROR_FILE=str(errors))
     assert done.returncode == 2
     assert word in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert word in errors.read_text(), "the record of its end takes the reason from there"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from atoll.sdk.training import DistributedTraining
 
 TICK_S = 0.1  # the live line shows seconds
 LINES_AHEAD = 10_000  # read but not printed: a terminal may be slow, or stopped with Ctrl-S
+LINES_IN_SIGHT = 40  # above the verdict: a laptop's terminal has more
 LOGS_S = 5.0  # how long the last lines may take once the training is over
 CONFIRM_S = 5.0  # how long the end may take once ranks are stopped, where nobody may answer
 SUCCEEDED, FAILED, TIMED_OUT = 0, 1, 124  # the last as timeout(1) has it
@@ -184,8 +185,9 @@ class Following:
         return max(0.0, since + self._deadline_s - time.time())
 
     def _stop_following(self, last: Training) -> int:
+        state = "keeps running" if last.status.phase is Phase.READY else "still waits to run"
         self.report.note(
-            f"not over after {self._timeout:g} s; {last.name} keeps running: "
+            f"not over after {self._timeout:g} s; {last.name} {state}: "
             f"'atoll logs -f {last.name}' follows it, 'atoll cancel {last.name}' stops it"
         )
         self.report.close()
@@ -275,7 +277,7 @@ class TextReport:
         self._is_live = can_redraw(sys.stderr)
         self._training: Training | None = None
         self._last_text = ""
-        self._printed: deque[tuple[int, str]] = deque(maxlen=TAIL_LINES)
+        self._printed: deque[tuple[int, str]] = deque(maxlen=LINES_IN_SIGHT)
 
     def state(self, training: Training) -> None:
         self._training = training
@@ -313,12 +315,14 @@ class TextReport:
         print("\n".join([f"atoll: {first}{took}", *details]), file=sys.stderr, flush=True)
 
     def _is_tail_above(self, training: Training) -> bool:
-        """Whether the traceback of the rank that failed is what was just printed."""
+        """Whether the traceback of the rank that failed was just printed, alone or between lines
+        of other ranks."""
         cause = training.status.root_cause
         if cause is None or not any("Traceback (most recent" in line for line in cause.log_tail):
             return False
-        tail = [(cause.rank, text) for text in cause.log_tail[-TAIL_LINES:]]
-        return [*self._printed][-len(tail) :] == tail
+        tail = [*cause.log_tail[-TAIL_LINES:]]
+        printed = [text for rank, text in self._printed if rank == cause.rank]
+        return printed[-len(tail) :] == tail
 
     def close(self) -> None:
         self._last_line.hide()

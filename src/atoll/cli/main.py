@@ -15,7 +15,14 @@ import click
 import atoll
 from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
-from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
+from atoll.core.errors import (
+    AtollError,
+    Denied,
+    NotFound,
+    Temporary,
+    ValidationError,
+    WorldSizeOutOfBounds,
+)
 from atoll.core.text import escape_control
 
 PROFILES = {
@@ -76,6 +83,34 @@ COMMANDS = {
 HINTS: dict[type[AtollError], str] = {
     Denied: "ATOLL_TOKEN holds the token that is sent",
     Temporary: "is the control plane running? ATOLL_URL holds its address",
+    WorldSizeOutOfBounds: "--min and --max are fixed at the start; 'atoll rerun NAME -n N' starts "
+    "another training with N",
+}
+# What other tools call a command.
+ELSEWHERE = {
+    "attach": "logs -f NAME",
+    "compare": "ps --group NAME",
+    "create": "run",
+    "delete": "rm",
+    "describe": "status",
+    "get": "ps",
+    "history": "ps",
+    "info": "status",
+    "inspect": "status",
+    "launch": "run",
+    "list": "ps",
+    "login": "exec -it NAME -- bash",
+    "ls": "ps",
+    "queue": "ps",
+    "remove": "rm",
+    "resume": "run --run-id ID",
+    "shell": "exec -it NAME -- bash",
+    "show": "status",
+    "ssh": "exec -it NAME -- bash",
+    "start": "run",
+    "submit": "run -d",
+    "tail": "logs -f NAME",
+    "torchrun": "run -- torchrun",
 }
 USAGE = 2  # as shells and click have it
 
@@ -106,9 +141,12 @@ class Commands(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
-            close = get_close_matches(args[0], COMMANDS, n=1)
             if args[0].endswith(".py"):
                 close = [f"atoll run {args[0]}"]
+            elif args[0] in ELSEWHERE:
+                close = [f"atoll {ELSEWHERE[args[0]]}"]
+            else:
+                close = get_close_matches(args[0], COMMANDS, n=1)
             if not close:
                 raise
             text = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
@@ -160,8 +198,10 @@ def report_misuse(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx else "atoll"
     text = " ".join(error.format_message().rstrip(".").split())
-    if isinstance(error, click.NoSuchOption) and path == "atoll":
+    if isinstance(error, click.NoSuchOption) and path == "atoll" and not error.possibilities:
         text += f". Options follow the command: atoll run {error.option_name} …"
+    if path == "atoll stop" and "extra argument" in text:
+        text += ". 'atoll cancel NAME' stops a training"
     print(f"atoll: error: {escape_control(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
 

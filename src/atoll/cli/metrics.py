@@ -77,10 +77,12 @@ def metrics(
     after = None if since is None else parse_time(since, time.time())
     training = Client().get(name)
     table = training.metrics(metrics or None, after)
+    is_unknown = False
     if not {*metrics} <= {*table["name"]}:  # an ended training is an error of the server's
         try:
             check_names(name, metrics, training.metrics()["name"])
         except ValidationError as error:
+            is_unknown = True
             print_note(f"{error}; it runs, and may report it later")
     if ranks:
         table = select_ranks(table, ranks)
@@ -92,7 +94,7 @@ def metrics(
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(table)
         writer.writerows(zip(*table.values(), strict=True))
-    else:
+    elif table["name"] or not is_unknown:
         print(_overview(table))
 
 
@@ -242,6 +244,7 @@ def as_text(name: str, table: RoundTable) -> str:
             ]
         )
     lines = [f"{table.summary.message} ({table.why})"]
+    lines += [each.message for each in table.summary.slow]
     if table.summary.tokens:
         lines.append(f"{table.summary.tokens:.6g} tokens")
     if table.summary.ranks:
@@ -289,9 +292,13 @@ _with_default = partial(click.option, show_default=True)
     default="fp32",
     help=f"Codec of the gradients: {' or '.join(', '.join(CODECS).rsplit(', ', 1))}.",
 )
-@_with_default("--fragments", default=1, help="Number of model parts synchronised in turn.")
-@_with_default("--overlap-steps", default=0, help="Number of inner steps done during a round.")
-@_with_default("--latency-s", default=0.03, help="Seconds that one request to the store takes.")
+@_with_default(
+    "--fragments", default=1, help="Number of fragments of the model that synchronise in turn."
+)
+@_with_default(
+    "--overlap-steps", default=0, help="Number of inner steps during the transfer of a round."
+)
+@_with_default("--latency-s", default=0.03, help="Latency of a request to the store in seconds.")
 @_with_default(
     "--prices",
     default="s3",

@@ -6,11 +6,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
-from atoll.cli.terminal import PHASE_COLOURS, Coloured, paint, wants_colour
+from atoll.cli.terminal import PHASE_COLOURS, Coloured, can_redraw, paint, wants_colour
 from atoll.core.describe import (
     TAIL_LINES,
     describe_attempt,
@@ -19,12 +20,18 @@ from atoll.core.describe import (
     describe_ranks,
 )
 from atoll.core.executors import executor_problem
-from atoll.core.metrics import LatestMetric
+from atoll.core.metrics import MACHINE, LatestMetric
 from atoll.core.phase import ConditionType, Phase
 from atoll.core.ranks import has_replica_per_rank
 from atoll.core.rounds import TrainingWithRounds, describe_counts
-from atoll.core.select import Sort
-from atoll.core.settings import GROUP, describe_settings, setting_text
+from atoll.core.select import AGGREGATES, Selection
+from atoll.core.settings import (
+    GROUP,
+    MAX_LABEL_CHARS,
+    Setting,
+    describe_settings,
+    setting_text,
+)
 from atoll.core.status import AttemptStatus, BenchStatus, Event, RankExit, RankStatus, Training
 from atoll.core.text import escape_control, format_duration
 
@@ -41,6 +48,8 @@ _INTERNAL_FIELDS = (
 # Conditions that the report on the end of a training repeats.
 END_REPORT = (
     ConditionType.WARNINGS,
+    ConditionType.BELOW_MINIMUM,
+    ConditionType.RANKS_LOST,
     ConditionType.COMPLETE,
     ConditionType.SUCCEEDED,
     ConditionType.FAILED,
@@ -165,6 +174,8 @@ def print_note(text: str) -> None:
     print(f"atoll: {escape_control(text)}", file=sys.stderr, flush=True)
 
 
+MAX_SETTINGS_CHARS = 1000  # of all settings of a training: a screen
+MIN_COMMAND_CHARS = 20  # the program, and a part of what it got
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
 RANKS = ("RANK", "PHASE", "HOST", "PID", "RESTARTS", "RAN", "MESSAGE")
 EXITS = ("RANK", "EXIT", "REASON", "RESTARTS", "COLLATERAL")
@@ -174,13 +185,35 @@ EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 def ps_table(trainings: list[Training]) -> str:
     """With one row for each group, where its first training would be."""
-    return table(
-        PS,
-        [
-            _ps_row(each[0]) if not name else _group_row(name, each)
-            for name, each in _by_group(trainings)
-        ],
-    )
+    rows = [
+        _ps_row(each[0]) if not name else _group_row(name, each)
+        for name, each in _by_group(trainings)
+    ]
+    return _fitting_table(dict(zip(PS, zip(*rows, strict=True), strict=True)) if rows else {})
+
+
+def _fitting_table(columns: Mapping[str, Sequence[str]]) -> str:
+    """The columns, of PS without any, with commands as long as the terminal is wide."""
+    if PS[-1] in columns:
+        before = sum(_column_width(*each) for each in columns.items() if each[0] != PS[-1])
+        available = max(_terminal_columns() - before, MIN_COMMAND_CHARS)
+        commands = [
+            text if isinstance(text, Coloured) else shorten(text, available)
+            for text in columns[PS[-1]]
+        ]
+        columns = {**columns, PS[-1]: commands}
+    return table(tuple(columns) or PS, list(zip(*columns.values(), strict=True)))
+
+
+def _column_width(heading: str, cells: Sequence[str]) -> int:
+    """With the space behind it."""
+    return max(map(_width, (heading, *map(_safe, cells)))) + 2
+
+
+def _terminal_columns() -> int:
+    from shutil import get_terminal_size  # imported here: it loads slowly
+
+    return get_terminal_size((120, 24)).columns
 
 
 def _by_group(trainings: Sequence[Training]) -> list[tuple[str, list[Training]]]:
@@ -198,8 +231,8 @@ def _group_row(name: str, trainings: Sequence[Training]) -> tuple[str, ...]:
     ready = sum(training.status.world.ready for training in trainings)
     target = sum(training.spec.world_size.target for training in trainings)
     age = format_duration(max(0.0, time.time() - min(each.created_at for each in trainings)))
-    opened = f"{count_of(len(trainings), 'training')}: atoll ps --group {shlex_quote(name)}"
-    return name, counts, f"{ready}/{target}", "-", age, opened
+    opened = escape_control(f"atoll ps --group {shlex_quote(name)}")
+    return name, counts, f"{ready}/{target}", "-", age, Coloured(opened)  # to be typed: not cut
 
 
 def shlex_quote(text: str) -> str:
@@ -216,26 +249,66 @@ def ps_json(training: Training, metrics: Mapping[str, LatestMetric]) -> dict[str
 def experiment_table(
     trainings: Sequence[Training],
     metrics: Mapping[str, Mapping[str, LatestMetric]],
-    sort: Sort | None = None,
+    selection: Selection | None = None,
     *,
     has_settings: bool,
 ) -> str:
-    """One row for each training, with a column for each metric and each setting that varies."""
-    columns = dict(zip(PS[:-1], zip(*map(_ps_row, trainings), strict=True), strict=False))
+    """One row for each training, with a column for each metric and each setting that varies, and
+    for what the selection names.
+
+    A terminal has the columns that it has space for, and a line that counts the others.
+    """
+    rows = [*map(_ps_row, trainings)]
+    columns = dict(zip(PS[:-1], zip(*rows, strict=True), strict=False))
+    optional: list[str] = []  # headings, those to be left out last come first
+    named_settings, named_metrics = _named(selection or Selection())
     if has_settings:
-        for name in varied_settings(trainings):
+        for name in dict.fromkeys((*named_settings, *varied_settings(trainings))):
             columns[_heading(name)] = tuple(_setting_cell(each, name) for each in trainings)
-    names = dict.fromkeys(name for each in metrics.values() for name in each)
-    for name in names:
-        for kind in ("last", sort.kind) if sort and sort.name == name else ("last",):
+            optional += [] if name in named_settings else [_heading(name)]
+    for name in dict.fromkeys(name for each in metrics.values() for name in each):
+        kinds = named_metrics.get(name)
+        if kinds is None and name.startswith(MACHINE):
+            continue  # `atoll top` has the use of machines
+        for kind in dict.fromkeys(("last", *(kinds or ()))):
             heading = _heading(name if kind == "last" else f"{kind} {name}")
             columns[heading] = tuple(
                 metric_cell(metrics.get(each.uid, {}).get(name), kind) for each in trainings
             )
+            optional += [heading] if kinds is None else []
+    note = ""
+    if can_redraw(sys.stdout) and (hidden := _too_wide(columns, optional)):
+        columns = {heading: cells for heading, cells in columns.items() if heading not in hidden}
+        note = f"\n{count_of(len(hidden), 'more column')} in a wider terminal, or with --json"
     if not has_settings:
-        columns[PS[-1]] = tuple(_ps_row(each)[-1] for each in trainings)
-    header = tuple(columns) or PS
-    return table(header, list(zip(*columns.values(), strict=True)) if trainings else [])
+        columns[PS[-1]] = tuple(row[-1] for row in rows)
+    return _fitting_table(columns if trainings else {}) + note
+
+
+def _named(selection: Selection) -> tuple[list[str], dict[str, list[str]]]:
+    """Settings, and metrics with their aggregates, that its conditions and its order name."""
+    settings = [each.name for each in selection.settings]
+    metrics: dict[str, list[str]] = {}
+    for kind, each in selection.metrics:
+        metrics.setdefault(each.name, []).append(kind)
+    if (sort := selection.sort) is not None and sort.kind in AGGREGATES:
+        metrics.setdefault(sort.name, []).append(sort.kind)
+    elif sort is not None and sort.kind == "setting":
+        settings.append(sort.name)
+    return settings, metrics
+
+
+def _too_wide(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> set[str]:
+    """Those of the optional columns that a terminal has no space for."""
+    widths = {heading: _column_width(heading, cells) for heading, cells in columns.items()}
+    total = sum(widths.values()) - 2
+    hidden: set[str] = set()
+    for heading in reversed(optional):
+        if total <= _terminal_columns():
+            break
+        hidden.add(heading)
+        total -= widths[heading]
+    return hidden
 
 
 def _heading(name: str) -> str:
@@ -243,14 +316,27 @@ def _heading(name: str) -> str:
 
 
 def varied_settings(trainings: Sequence[Training]) -> list[str]:
-    """Names of settings that are not the same in all of these trainings; of one, all."""
-    settings = [training.settings for training in trainings]
-    names = dict.fromkeys(name for each in settings for name in each)
-    first = settings[0] if settings else {}
+    """Names of settings that are not the same in all of these trainings, those of sweeps first; of
+    one training, those that it was started with beside its command.
+
+    What ranks report does not vary because some have not reported it.
+    """
+    if len(trainings) == 1:
+        return [*trainings[0].spec.settings]
+    values: dict[str, list[Setting]] = {
+        name: [] for training in trainings for name in training.spec.settings
+    }
+    is_typed: set[str] = set()
+    for training in trainings:
+        for name, value in training.settings.items():
+            values.setdefault(name, []).append(value)
+            if name not in training.status.settings:
+                is_typed.add(name)
     return [
         name
-        for name in names
-        if len(settings) == 1 or any(each.get(name) != first.get(name) for each in settings)
+        for name, each in values.items()
+        if any(value != each[0] for value in each)
+        or (len(each) < len(trainings) and name in is_typed)
     ]
 
 
@@ -267,17 +353,29 @@ def metric_cell(metric: LatestMetric | None, kind: str = "last") -> str:
 
 
 def _ps_row(training: Training) -> tuple[str, ...]:
-    from shutil import get_terminal_size  # imported here: it loads slowly
-
-    now, width = time.time(), max(get_terminal_size((120, 24)).columns // 2, 30)
+    now = time.time()
     return (
-        training.display_name,
+        name_cell(training),
         phase_cell(training),
         ready_cell(training),
         ran_cell(training, now),
         format_duration(max(0.0, now - training.created_at)),
-        shorten(command_text(training), width),
+        command_cell(training),
     )
+
+
+def name_cell(training: Training) -> str:
+    """The name as it was given, or the label where that would make a table too wide."""
+    name = training.display_name
+    return name if len(name) <= MAX_LABEL_CHARS else training.name
+
+
+def command_cell(training: Training) -> str:
+    """The command, without the folder of its Python: `python train.py --lr 0.1`."""
+    text = command_text(training)
+    first, has_more, others = text.partition(" ")
+    program = PurePath(first).name
+    return f"{program} {others}" if has_more and program.startswith("python") else text
 
 
 def _rounds(training: Training, now: float) -> list[str]:
@@ -285,7 +383,7 @@ def _rounds(training: Training, now: float) -> list[str]:
     summary = training.rounds if isinstance(training, TrainingWithRounds) else None
     if summary is None:
         return []
-    lines = [summary.message]
+    lines = [summary.message, *(each.message for each in summary.slow)]
     if summary.tokens:
         lines.append(f"{summary.tokens:.6g} tokens")
     if summary.moved_at is not None:
@@ -307,8 +405,7 @@ def status_text(training: Training) -> str:
     if labels := training.spec.labels:
         lines.append(f"  labels    {escape_control(describe_settings(labels))}")
     if settings := training.settings:
-        text = shorten(escape_control(describe_settings(settings)), 1000)
-        lines.append(f"  settings  {text}")
+        lines += _settings_lines(escape_control(describe_settings(settings)))
     if status.message and not status.phase.is_terminal:
         lines.append(f"  now       {escape_control(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
@@ -325,6 +422,17 @@ def status_text(training: Training) -> str:
     elif status.ranks:
         lines += ["", ranks_table(training, now)]
     return "\n".join(lines)
+
+
+def _settings_lines(text: str) -> list[str]:
+    """On one line; on a terminal broken between settings."""
+    import textwrap  # imported here: it loads slowly
+
+    width = max(_terminal_columns() - 12, 40) if can_redraw(sys.stdout) else MAX_SETTINGS_CHARS
+    wrapped = textwrap.wrap(
+        shorten(text, MAX_SETTINGS_CHARS), width, break_long_words=False, break_on_hyphens=False
+    )
+    return [f"  {'' if at else 'settings':<8}  {line}" for at, line in enumerate(wrapped)]
 
 
 def ranks_table(training: Training, now: float) -> str:
@@ -443,6 +551,8 @@ def world_text(training: Training) -> str:
         text += f", {count_of(restarts, 'restart')}"
     if lost:
         text += f", lost: {describe_ranks(lost)}"
+    if status.stalled and not is_stopping:
+        text += f", stalled: {describe_ranks(sorted(status.stalled))}"
     if executor_problem(training):
         text += f", {escape_control(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
@@ -456,10 +566,13 @@ def participation_lines(training: Training) -> list[str]:
     if summary is None or not has_replica_per_rank(training, len(summary.ranks)):
         return []
     counts = dict.fromkeys(range(training.spec.world_size.target), 0)
-    counts |= {each.rank: each.rounds for each in summary.ranks}
+    own = {*counts, *(ended.rank for ended in training.status.rank_exits)}
+    # A run that was resumed has rounds of earlier trainings, and of ranks that this one has not.
+    counts |= {each.rank: each.rounds for each in summary.ranks if each.rank in own}
     if set(counts.values()) == {summary.rounds}:
         return []
-    return [f"rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
+    run = f"run {training.spec.run_id}: " if training.spec.run_id else ""
+    return [f"{run}rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
 
 
 def end_report(training: Training, *, has_tail: bool = True) -> str:

@@ -235,7 +235,7 @@ POLL_S = 0.02  # nobody notices such a delay
 def stop(is_all: bool, is_json: bool) -> None:
     """Stop the control plane of this user. Ranks keep running; the next command starts it again.
 
-    It is no error if none runs. A control plane that ATOLL_URL names is not stopped.
+    If none runs, this is not an error. A control plane that ATOLL_URL names is not stopped.
     """
     from atoll.backends.local.state import state_dir
     from atoll.cli.output import count_of, print_json
@@ -367,10 +367,10 @@ LIMITS = ("RESOURCE", "USED", "FREE", "TOTAL")
 @click.option("--memory", help="Memory that all ranks together may ask for, such as 16Gi.")
 @json_option
 def limits(slots: int | None, cpu: str | None, memory: str | None, is_json: bool) -> None:
-    """Show or set what ranks of this machine may ask for in all.
+    """Show or set what all ranks on this machine together may ask for.
 
-    Ranks are counted with what --cpu, --memory and --gpus of 'atoll run' say; what does not fit
-    waits. They are not fenced: a rank may use more. A limit holds until it is changed.
+    atoll counts what ranks ask for with --cpu, --memory and --gpus of 'atoll run', and what does
+    not fit waits. This is not enforced: a rank may use more. A limit holds until you change it.
     """
     from atoll.cli.output import print_json, table
     from atoll.core.executors import LOCAL
@@ -400,15 +400,15 @@ FILE_S = 120.0  # a code is good for 60 s, and a browser may take as long to sta
 
 
 @click.command()
-@click.option("--no-open", "is_printed", is_flag=True, help="Print the link and open nothing.")
+@click.option("--no-open", "is_printed", is_flag=True, help="Print the link instead of opening it.")
 @click.option(
-    "--revoke", "is_revoked", is_flag=True, help="Sign all browsers of the namespace out instead."
+    "--revoke", "is_revoked", is_flag=True, help="Sign out all browsers of the namespace instead."
 )
 @json_option
 def ui(is_printed: bool, is_revoked: bool, is_json: bool) -> None:
     """Open the dashboard in a browser.
 
-    The link signs in once and is good for a minute: who has it first is signed in as you. It opens
+    The link works once, within a minute: whoever opens it first is signed in as you. It opens
     on this machine, or on another one with the control plane's port forwarded.
     """
     from atoll.cli.output import count_of, print_json, print_note

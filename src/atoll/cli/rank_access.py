@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import shutil
 import signal
@@ -19,11 +20,9 @@ from atoll.core.rank_access import (
     MAX_STDIN_BYTES,
     TIMED_OUT,
     ExecTarget,
-    FoldedStack,
     StackList,
     signal_of,
 )
-from atoll.core.stacks import describe_group
 from atoll.core.text import escape_control
 from atoll.sdk import flows
 from atoll.sdk.client import Client
@@ -40,14 +39,16 @@ from atoll.sdk.client import Client
     help="Rank to run it in.",
     show_default=True,
 )
-@click.option("--stdin", "-i", "has_stdin", is_flag=True, help="Pass standard input to it.")
 @click.option(
-    "--tty", "-t", "has_tty", is_flag=True, help="Give it a terminal, as in `-it -- bash`."
+    "--stdin", "-i", "has_stdin", is_flag=True, help="Pass standard input to the command."
+)
+@click.option(
+    "--tty", "-t", "has_tty", is_flag=True, help="Give the command a terminal, as in `-it -- bash`."
 )
 @click.option(
     "--timeout",
     type=Duration(),
-    help=f"Kill it after this time. On another machine at most {MAX_EXEC_S:g} s.",
+    help=f"Kill the command after this time. On another machine at most {MAX_EXEC_S:g} s.",
     show_default=f"no limit; on another machine {EXEC_TIMEOUT_S:g} s",
 )
 @json_option
@@ -60,10 +61,10 @@ def exec(
     timeout: float | None,
     is_json: bool,
 ) -> None:
-    """Run a command in the environment and directory of a rank: `atoll exec NAME -- nvidia-smi`.
+    """Run a command in the environment and directory of a rank.
 
-    The exit code is that of the command. It ends with the rank. On Kubernetes this runs
-    `kubectl exec`, with your own rights.
+    For example `atoll exec NAME -- nvidia-smi`. The exit code is that of the command, which ends
+    when the rank ends. On Kubernetes, this runs `kubectl exec` with your own rights.
     """
     if is_json and (has_tty or has_stdin):
         raise click.UsageError("--json: not with --stdin or --tty")
@@ -73,6 +74,9 @@ def exec(
     target = client.run(flows.exec_target(ref, rank))
     if not is_json:
         if target.kubectl:
+            if timeout is not None:  # what runs in the pod would outlive a kubectl that is killed
+                expected = f"expected 'timeout {timeout:g}' in the command"
+                raise click.UsageError(f"--timeout: kubectl does not end commands: {expected}")
             raise SystemExit(_kubectl(target, command, has_stdin=has_stdin, has_tty=has_tty))
         if _is_here(target, training.uid):
             raise SystemExit(_enter(target, command, timeout, has_stdin=has_stdin))
@@ -98,7 +102,10 @@ def _kubectl(
     if shutil.which("kubectl") is None:
         raise click.ClickException("rank runs in a pod, which kubectl enters: install kubectl")
     flags = [*(["-i"] if has_stdin else []), *(["-t"] if has_tty else [])]
-    done = subprocess.run(["kubectl", "exec", *flags, *target.kubectl, "--", *command], check=False)
+    # A kubeconfig of a control plane on another machine is not here: the caller's own is used.
+    _, _, file = target.kubectl[0].partition("--kubeconfig=")
+    place = target.kubectl[1:] if file and not os.access(file, os.R_OK) else target.kubectl
+    done = subprocess.run(["kubectl", "exec", *flags, *place, "--", *command], check=False)
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
 
 
@@ -172,15 +179,15 @@ def kill(name: str, rank: int, name_of_signal: str, is_json: bool) -> None:
     "--stored",
     "is_stored",
     is_flag=True,
-    help="Show what atoll took by itself: of ranks that stalled, that it had to kill, or whose "
-    "round timed out.",
+    help="Show the stacks that atoll took by itself: of ranks that stalled, that it had to kill, "
+    "or whose round timed out.",
 )
 @click.option("--threads", "has_threads", is_flag=True, help="Show all threads of each process.")
 @json_option
 def stacks(name: str, rank: int | None, is_stored: bool, has_threads: bool, is_json: bool) -> None:
-    """Show where the ranks are: the stacks of all of them, or of RANK, equal ones in one line.
+    """Show the stacks of all ranks, or of RANK.
 
-    Of a training that is over, what atoll took by itself.
+    Equal stacks are folded. For a training that has ended, the stacks that atoll took by itself.
     """
     result = Client().get(name).stacks(rank, stored=is_stored)
     print_json(result) if is_json else print(stacks_text(result, has_threads=has_threads))
@@ -188,7 +195,7 @@ def stacks(name: str, rank: int | None, is_stored: bool, has_threads: bool, is_j
 
 def stacks_text(stacks: StackList, *, has_threads: bool) -> str:
     """The folded lines, then each stack once; with `has_threads`, each thread of each process."""
-    lines = [_group_text(group) for group in stacks.folded] or ["no stacks were taken"]
+    lines = [group.message for group in stacks.folded] or ["no stacks were taken"]
     causes = {one.cause: one.rank for one in reversed(stacks.items) if one.cause}
     lines += [f"taken because {cause} (rank {rank})" for cause, rank in causes.items()]
     if has_threads:
@@ -203,9 +210,5 @@ def stacks_text(stacks: StackList, *, has_threads: bool) -> str:
     else:
         for group in stacks.folded:
             if group.stack:
-                lines += ["", f"{_group_text(group)}:", *(f"  {line}" for line in group.stack)]
+                lines += ["", f"{group.message}:", *(f"  {line}" for line in group.stack)]
     return "\n".join(map(escape_control, lines))
-
-
-def _group_text(group: FoldedStack) -> str:
-    return describe_group(group.ranks, group.count, group.is_child, group.where, bool(group.stack))

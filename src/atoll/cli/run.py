@@ -124,7 +124,7 @@ SPEC_OPTIONS: dict[str, tuple[SpecOption, ...]] = {
             ("--rendezvous",),
             "rendezvous_backend",
             str,
-            "Backend by which ranks find each other: c10d, static, etcd-v2; none: they do not.",
+            "How ranks find each other: c10d, static, etcd-v2 or none.",
             "c10d; none for one rank without torchrun",
         ),
         SpecOption(
@@ -265,8 +265,8 @@ def run_parameters() -> list[click.Parameter]:
         HeadedOption(
             ["--set", "settings"],
             multiple=True,
-            help="NAME=VALUE that was varied, for lists; may be repeated. Flags of the command "
-            "are settings already. The command does not change.",
+            help="NAME=VALUE that you vary, for lists and charts; may be repeated. Flags of the "
+            "command are settings already. The command does not change.",
         ),
     )
     parameters += _headed(
@@ -302,8 +302,8 @@ def run_parameters() -> list[click.Parameter]:
         HeadedOption(
             ["--no-code", "has_no_code"],
             is_flag=True,
-            help="Send no code: the image has it. By default ranks that run elsewhere get the "
-            "working directory, without what .gitignore and .atollignore exclude.",
+            help="Send no code, because the image has it. By default, ranks on other machines get "
+            "the working directory, without what .gitignore and .atollignore exclude.",
         ),
     )
     for heading, rows in SPEC_OPTIONS.items():

@@ -14,7 +14,9 @@ import click
 
 from atoll.cli.options import HeadedCommand, HeadedOption
 from atoll.cli.run import FLAGS, Launch, read_launch, run_parameters, stem_of
+from atoll.core.describe import describe_end
 from atoll.core.errors import ValidationError
+from atoll.core.phase import Phase
 
 if TYPE_CHECKING:
     from atoll.core.settings import Settings
@@ -34,7 +36,7 @@ def sweep_parameters() -> list[click.Parameter]:
             ["--set", "space"],
             multiple=True,
             help="Values to try: lr=0.1,0.3 tries each with each of the others; with --samples "
-            "also ranges: lr=1e-4..1e-1:log, width=32..256. The script gets --lr 0.1, or the "
+            "also ranges: lr=1e-4..1e-1:log, width=32..256. The script gets --lr=0.1, or the "
             "value in place of {lr}. true is --lr, false is nothing.",
         ),
         HeadedOption(
@@ -45,10 +47,13 @@ def sweep_parameters() -> list[click.Parameter]:
         HeadedOption(
             ["--samples"],
             type=click.IntRange(1, 100_000),
-            help="Try so many random combinations instead of all.",
+            help="Number of random combinations to try instead of all.",
         ),
         HeadedOption(
-            ["--seed"], type=int, default=0, help="Of --samples: another one draws others."
+            ["--seed"],
+            type=int,
+            default=0,
+            help="Seed for --samples: another seed draws other combinations.",
         ),
         HeadedOption(
             ["--jobs", "-j", "at_once"],
@@ -67,9 +72,7 @@ def sweep_parameters() -> list[click.Parameter]:
             help="Name of the sweep: the group of its trainings.",
             show_default="generated from the command and the settings",
         ),
-        HeadedOption(
-            ["--dry-run", "is_dry"], is_flag=True, help="Print the settings, and start nothing."
-        ),
+        HeadedOption(["--dry-run", "is_dry"], is_flag=True, help="Print the settings and exit."),
     ]
     for option in own:
         option.heading = "Sweep"
@@ -311,9 +314,9 @@ class View:
             return
         for at, training in run.trainings.items():
             phase = training.status.phase.value or "new"
-            if self._phases.get(at) != phase and phase != "pending":
+            if self._phases.get(at) != phase and phase not in ("new", "pending"):
                 self._phases[at] = phase
-                self.note(f"{training.display_name} {phase}{_reason(run, at)}")
+                self.note(_change(run, at))
 
     def end(self, run: SweepRun) -> None:
         self._read_again(run)
@@ -323,7 +326,16 @@ class View:
         print(self._table(run))
         for at in sorted(run.stopped):
             print(f"{run.trainings[at].display_name}: stopped early: {run.stopped[at]}")
-        self.note(self._head(run))
+        for line in failure_lines(run):
+            print(line)
+        self.note(self._last_line(run))
+
+    def _last_line(self, run: SweepRun) -> str:
+        not_started = len(run.jobs) - len(run.trainings)
+        if not not_started:
+            return self._head(run)
+        counts = f"{len(run.trainings)} of {len(run.jobs)} over, {not_started} not started"
+        return f"sweep {self._group}: {counts}: the same command continues"
 
     def _read_again(self, run: SweepRun) -> None:
         """Ranks send their last metrics and settings as they end: both are newest now."""
@@ -362,7 +374,7 @@ class View:
         items = [
             {
                 **ps_json(run.trainings[at], metrics.get(run.trainings[at].uid, {})),
-                "stopped": str(run.stopped[at]) if at in run.stopped else None,
+                "stopped": run.stopped.get(at),
             }
             for at in sorted(run.trainings)
         ]
@@ -370,5 +382,25 @@ class View:
         print_json({"group": self._group, "items": items, "notStarted": waiting})
 
 
-def _reason(run: SweepRun, at: int) -> str:
-    return f" early: {run.stopped[at]}" if at in run.stopped else ""
+def _change(run: SweepRun, at: int) -> str:
+    training = run.trainings[at]
+    if training.status.phase is Phase.FAILED:
+        return describe_end(training)
+    if at in run.stopped:
+        return f"{training.display_name} stopped early: {run.stopped[at]}"
+    return f"{training.display_name} {training.status.phase.value}"
+
+
+def failure_lines(run: SweepRun) -> list[str]:
+    """Why trainings failed, a line for all that failed alike."""
+    alike: dict[str, list[str]] = {}
+    for at in sorted(run.trainings):
+        training = run.trainings[at]
+        if training.status.phase is Phase.FAILED:
+            end = describe_end(training).removeprefix(training.display_name)
+            alike.setdefault(end, []).append(training.display_name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}{end}: "
+        f"'atoll logs {names[0]}' has more"
+        for end, names in alike.items()
+    ]

@@ -173,7 +173,7 @@ class Snapshot:
         is_over = training.status.phase.is_terminal
         number = round_of(training)
         return (
-            training.display_name,
+            output.name_cell(training),
             output.phase_cell(training),
             output.ready_cell(training),
             output.ran_cell(training, now),
@@ -182,7 +182,7 @@ class Snapshot:
             "-" if is_over else size(_sum(self.metrics.get((training.uid, MEMORY)))),
             "-" if loss is None else f"{float(loss.value):.4g}",
             "" if loss is None else spark(loss.spark, bars()),
-            output.shorten(output.command_text(training), 40),
+            output.shorten(output.command_cell(training), 40),
         )
 
     def _ranks(self, training: Training, now: float) -> str:

@@ -106,7 +106,7 @@ def ps(
     """List trainings, the newest first.
 
     Trainings of a group, such as those of a sweep, are one row; --group, --all and any condition
-    open it. With --json they always are listed one by one.
+    open it. With --json they are always listed one by one.
     """
     order = parse_sort("--sort", sort or "age")
     is_open = bool(group or labels or settings or metrics or has_all) or order.kind != "field"
@@ -122,7 +122,8 @@ def ps(
         sort=sort or "age",
     )
     trainings = [handle.last for handle in handles]
-    names = Selection.parse(metrics=metrics, sort=sort).metric_names
+    selection = Selection.parse(settings=settings, metrics=metrics, sort=sort)
+    names = selection.metric_names
     values: dict[str, dict[str, LatestMetric]] = {}
     if names or group is not None:
         values = read_metrics(client, trainings, names)
@@ -135,9 +136,12 @@ def ps(
         print_json([ps_json(training, values.get(training.uid, {})) for training in trainings])
     elif is_open:
         has_settings = bool(group or settings) or order.kind == "setting"
-        print(experiment_table(trainings, values, order, has_settings=has_settings))
+        print(experiment_table(trainings, values, selection, has_settings=has_settings))
     else:
         print(ps_table(trainings))
+    if not trainings and not is_json:
+        is_filtered = any((phase, prefix, labels, settings, metrics))
+        print_note("no training matches" if is_filtered else "no trainings: 'atoll run' starts one")
 
 
 def read_metrics(

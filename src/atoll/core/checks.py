@@ -28,6 +28,7 @@ RESULTS_VARIABLE = "ATOLL_RESULTS"  # "pickle": results may be pickles
 LAUNCH_VARIABLES = (
     *(ARGS_VARIABLE, TOGETHER_VARIABLE, QUORUM_VARIABLE),
     *(RANK_ENV_VARIABLE, RESULTS_VARIABLE),
+    "ATOLL_STACKS",  # `0`: ranks do without the hook of `agent/stacks.py`
 )
 ENTRYPOINT_VARIABLE = "ENTRYPOINT"  # what replicas run, as their launcher named it
 

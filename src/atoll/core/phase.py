@@ -85,7 +85,7 @@ class ConditionType(_Reason):
     BELOW_MINIMUM = "BelowMinimum", "fewer than min ranks are ready"
     STALLED = "Stalled", "some ranks have been idle for longer than the stall timeout"
     WARNINGS = "Warnings", "something is wrong with how it trains; the message says what"
-    RANKS_LOST = "RanksLost", "some ranks failed for good, and it goes on without them"
+    RANKS_LOST = "RanksLost", "some ranks failed for good, and it continues without them"
     EXITS_FROM_BACKEND = (
         "ExitsFromBackend",
         "some exits are the backend's: ranks left no record",

@@ -12,7 +12,7 @@ from atoll.core.checks import check_bounds
 from atoll.core.errors import Conflict, ValidationError
 from atoll.core.model import Model, SpecModel, convert
 from atoll.core.spec import RankNumber
-from atoll.core.stacks import fold
+from atoll.core.stacks import describe_group, fold
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
@@ -153,6 +153,8 @@ class FoldedStack(Model, frozen=True):
     """The place, in one line; why it is unknown, if it is."""
     stack: list[str] = []
     """The calls of the main thread, the innermost first."""
+    message: str = ""
+    """Which ranks are where, in one line."""
 
 
 class StackList(Model, frozen=True, omit_defaults=False):
@@ -175,8 +177,15 @@ class StackRequest(SpecModel, frozen=True):
 
 def stack_list(stacks: Sequence[Mapping[str, Any]], message: str = "") -> StackList:
     """The stacks as they were taken, and folded."""
-    fields = {"items": stacks, "folded": fold(stacks), "message": message}
+    folded = [{**group, "message": _describe(group)} for group in fold(stacks)]
+    fields = {"items": stacks, "folded": folded, "message": message}
     return convert(fields, StackList)
+
+
+def _describe(group: Mapping[str, Any]) -> str:
+    return describe_group(
+        group["ranks"], group["count"], group["isChild"], group["where"], bool(group["stack"])
+    )
 
 
 def signal_of(text: str) -> signal.Signals:

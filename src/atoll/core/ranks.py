@@ -78,7 +78,9 @@ def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -
         return replace(before, missing_since=None)
     if before.is_alive and observed_rank.attempt > before.attempt:
         # Its end was never observed; it had ended by the time its successor started.
-        before = _ended(before, _unlearned(observed_rank.started_at or now, "its end was not seen"))
+        before = _ended(
+            before, _unlearned(observed_rank.started_at or now, "its end was not observed")
+        )
     after = replace(
         before,
         pod_name=observed_rank.pod_name or before.pod_name,
@@ -151,8 +153,8 @@ def _unlearned(at: float, message: str) -> Exit:
 def _missing(before: RankStatus, now: float) -> RankStatus:
     since = now if before.missing_since is None else before.missing_since
     if now < since + LOST_AFTER_S:
-        return replace(before, missing_since=since, message="not seen any more")
-    return _ended(before, _unlearned(since, f"not seen for {LOST_AFTER_S:g} s"))
+        return replace(before, missing_since=since, message="not observed any more")
+    return _ended(before, _unlearned(since, f"not observed for {LOST_AFTER_S:g} s"))
 
 
 def is_discardable(exit: Exit) -> bool:
@@ -199,7 +201,7 @@ def _message(rank: RankStatus, status: Status, observation: Observation, world: 
         return "stopping: scaled down"
     if rank.phase == "Running" and rank.is_stopping:
         is_wanted = status.desired is not None and rank.rank < status.desired.size
-        return "stopping: it starts anew once it has ended" if is_wanted else "stopping"
+        return "stopping: it restarts once it has ended" if is_wanted else "stopping"
     if rank.phase == "Running":
         return rank.message
     if rank.phase != "Pending":
@@ -442,7 +444,7 @@ def _end(was: RankStatus, rank: RankStatus) -> Exit:
     if rank.attempt == was.attempt + 1 and rank.previous_exit is not None:
         return rank.previous_exit
     at = rank.started_at or was.started_at or 0.0
-    return Exit(code=None, at=at, reason=ExitReason.VANISHED, message="its end was not seen")
+    return Exit(code=None, at=at, reason=ExitReason.VANISHED, message="its end was not observed")
 
 
 def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:

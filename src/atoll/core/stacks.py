@@ -7,18 +7,22 @@ library, reads them, too. `core/rank_access.py` has their types.
 from __future__ import annotations
 
 import os.path
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from atoll.core.text import spans
+TYPE_CHECKING = False  # it travels with `agent/wrapper.py`, to Python 3.7 as well
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
 
-# Frames below these folders are of libraries: a line of the user's own says more.
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    Json = Mapping[str, Any]
+
+# Frames below these folders are of libraries: a line of the user's own says more. In an archive of
+# the wrapper this file is at its root.
+OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
+OWN_FOLDER = os.path.dirname(OWN_FOLDER) if __package__ else OWN_FOLDER
 LIBRARY_MARKS = ("/site-packages/", "/dist-packages/", "/lib/python", OWN_FOLDER + "/")
+IMPORT_MARK = "<frozen importlib."  # half of the frames of a long import, which say nothing
 # In the record of an exit, of which a journal takes 4 KiB.
 MAX_SUMMARY_LINES, MAX_SUMMARY_CHARS, SUMMARY_FRAMES = 12, 1000, 6
-
-Json = Mapping[str, Any]
 
 
 def frame_text(frame: Json) -> str:
@@ -41,9 +45,10 @@ def _is_library(file: str) -> bool:
 
 
 def main_frames(process: Json) -> Sequence[Json]:
-    """The calls of its main thread, the innermost first."""
+    """The calls of its main thread, the innermost first, without those inside of `import`."""
     threads = process.get("threads")
-    return threads[0]["frames"] if threads else ()
+    frames: Sequence[Json] = threads[0]["frames"] if threads else ()
+    return [frame for frame in frames if not frame["file"].startswith(IMPORT_MARK)] or frames
 
 
 def process_location(process: Json) -> str:
@@ -52,6 +57,8 @@ def process_location(process: Json) -> str:
 
 def fold(ranks: Iterable[Json]) -> list[dict[str, Any]]:
     """Equal stacks in one line: those of ranks, then those of the processes they started."""
+    from atoll.core.text import spans
+
     groups: dict[tuple[bool, str, tuple[str, ...]], list[int]] = {}
     for one in ranks:
         if not one.get("processes"):

@@ -30,7 +30,7 @@ def store_uri(field: str, value: Any, folder: str | None = None) -> str | None:
         expected = f"expected file:///{parts.netloc}{parts.path}, with three slashes, or a path"
         raise ValidationError(field, value, expected)
     if parts.scheme == "hf":
-        expected = "buckets of Hugging Face have no conditional create, by which ranks agree"
+        expected = "buckets of Hugging Face cannot create an object only if it is absent"
         raise ValidationError(field, value, f"expected s3://, gs://, az:// or file://: {expected}")
     if parts.scheme:
         return str(text)

@@ -23,11 +23,12 @@ def write_file(
     mode: int = 0o600,
     is_new: bool = False,
     is_durable: bool = True,
+    is_name_durable: bool = True,
 ) -> None:
     """Replaces the content of `path`; with `is_new` raises FileExistsError if there is one.
 
-    A durable file survives a loss of power, and so does its name. Raises OSError, and leaves
-    nothing behind then.
+    A durable file survives a loss of power, and so does its name, unless the caller syncs folders
+    itself. Raises OSError, and leaves nothing behind then.
     """
     path = os.fspath(path)
     draft, file = _open_draft(path, mode)
@@ -44,7 +45,7 @@ def write_file(
         raise
     if is_new:
         os.unlink(draft)
-    if is_durable:
+    if is_durable and is_name_durable:
         sync_folder(os.path.dirname(path))
 
 

@@ -129,7 +129,7 @@ class Fabric:
             parts.append(f"cannot talk: {self._pairs()}")
         silent = sorted(set(self._membership.addresses) - self._reporters)
         if silent:
-            parts.append(f"no word from {_few(silent)}")
+            parts.append(f"no report from {_few(silent)}")
         return "; ".join(parts)
 
     def _pairs(self) -> str:

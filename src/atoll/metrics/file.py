@@ -20,7 +20,7 @@ from types import TracebackType
 from atoll.core.errors import Permanent, Temporary
 from atoll.files.ownership import make_private_file
 
-FORMAT = 1  # of the tables; a file with another one is quarantined
+FORMAT = 2  # of the tables; a file with another one is quarantined
 BUSY_S = 1.0  # a statement waits so long for another process, such as a backup
 MAX_NOTES = 10  # warnings in memory; more repeat the same
 # Not a fault of the file: another process has it locked, or the disk is full.

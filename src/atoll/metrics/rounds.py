@@ -10,7 +10,7 @@ import contextlib
 import heapq
 import logging
 import sqlite3
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -23,14 +23,17 @@ from atoll.core.rounds import (
     OpenRound,
     RankRounds,
     ReportedRound,
+    RoundCost,
     RoundFacts,
     RoundSummary,
+    SlowRank,
     StoredRound,
     is_bounded,
     summary_of,
     with_observed,
     with_report,
 )
+from atoll.core.slow_ranks import SLOW_ROUNDS, slow_ranks
 from atoll.core.status import ObservedRounds
 from atoll.metrics.file import MetricFile
 
@@ -78,6 +81,29 @@ class RunTally:
         self._left: set[int] = set()
         self._times: dict[int, float] = {}  # of the newest rounds
         self._warnings: list[str] = []
+        # Rounds and their costs, newest last, by rank and process.
+        self._costs: dict[tuple[int, int], deque[tuple[int, RoundCost]]] = {}
+        self._slow: list[SlowRank] | None = None  # None: costs have come since they were compared
+
+    def add_cost(self, round: int, cost: RoundCost) -> None:
+        own = self._costs.setdefault((cost.rank, cost.process), deque(maxlen=SLOW_ROUNDS))
+        own.append((round, cost))
+        self._slow = None
+
+    @property
+    def slow(self) -> list[SlowRank]:
+        """Of the ranks that were in one of the newest rounds."""
+        if self._slow is None:
+            self._slow = self._find_slow()
+        return self._slow
+
+    def _find_slow(self) -> list[SlowRank]:
+        newest = max((own[-1][0] for own in self._costs.values()), default=0)
+        recent: dict[int, list[RoundCost]] = {}
+        for (rank, _), own in self._costs.items():
+            if own[-1][0] > newest - SLOW_ROUNDS:
+                recent.setdefault(rank, []).extend(cost for _, cost in own)
+        return slow_ranks(recent)
 
     def replace(self, before: StoredRound | None, stored_round: StoredRound) -> None:
         """Counts a round that is new, or of which more is known than before."""
@@ -170,6 +196,9 @@ class RoundTable:
             tally = self._tallies[uid, run] = RunTally()
             for stored in self.rounds(uid, run):
                 tally.replace(None, stored)
+                if stored.facts is not None:
+                    for cost in stored.costs:
+                        tally.add_cost(stored.facts.round, cost)
         return tally
 
     def _note(self, uid: str, tally: RunTally) -> None:
@@ -329,6 +358,7 @@ class RoundTable:
                 observation.departures if observation is not None and is_observed else None,
                 tally.ranks,
                 tally.left,
+                tally.slow,
             )
 
     def remove(self, uid: str) -> None:
@@ -366,6 +396,8 @@ class RoundTable:
             (uid, *key, at, tokens, len(body), body),
         )
         tally.replace(before, stored)
+        for cost in {*stored.costs} - {*before.costs}:
+            tally.add_cost(key[2], cost)
         self._note(uid, tally)
         self._untrimmed[uid] = self._untrimmed.get(uid, 0) + 1
         if self._untrimmed[uid] >= TRIM_EVERY:

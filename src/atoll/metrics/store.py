@@ -41,10 +41,14 @@ from atoll.core.settings import (
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.core.text import escape_control
+from atoll.core.weights import ReportedWeights
+from atoll.core.weights import is_bounded as is_bounded_version
 from atoll.metrics.file import MetricFile
 from atoll.metrics.rounds import MAX_FRAGMENTS, RoundTable, read_finished
 from atoll.metrics.rounds import SCHEMA as ROUNDS
 from atoll.metrics.series import MEAN, MIN_BUCKETS, Series, point_of
+from atoll.metrics.weights import SCHEMA as WEIGHTS
+from atoll.metrics.weights import WeightTable
 
 # How long ranks have been idle, from what they and their wrappers send.
 #
@@ -112,6 +116,7 @@ MAX_ROUNDS = 10**9  # a number beyond is a defect, not a round
 MAX_MISSED = 10**9  # batches that are counted
 MAX_ERROR = 500  # characters
 MAX_ID = 200  # characters
+MAX_CHANNEL = 1000  # characters of a URI
 LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
 
 _SCHEMA = """
@@ -154,6 +159,7 @@ class _WireBatch(msgspec.Struct, frozen=True):
     rounds: list[ReportedRound] = []
     idle_s: Annotated[float, Meta(le=MAX_TIME)] | None = None
     settings: dict[str, Setting] = {}
+    weights: list[ReportedWeights] = []
 
 
 class Batch(NamedTuple):
@@ -169,6 +175,7 @@ class Batch(NamedTuple):
     rounds: list[ReportedRound]
     idle_s: float | None  # for how long the rank has printed nothing and used no CPU
     settings: Settings
+    weights: list[ReportedWeights]
 
 
 class LabeledSeries(NamedTuple):
@@ -253,6 +260,7 @@ def decode_batch(line: bytes) -> Batch:
         [_checked(report, wire.rank) for report in wire.rounds],
         wire.idle_s if wire.idle_s is None or wire.idle_s >= 0 else None,
         _checked_settings(wire.settings),
+        [_checked_version(report) for report in wire.weights],
     )
 
 
@@ -274,6 +282,18 @@ def _checked(report: ReportedRound, rank: int) -> ReportedRound:
         facts = replace(facts, error=escape_control(facts.error)[:MAX_ERROR])
     warnings = [escape_control(messages)[:MAX_ERROR] for messages in report.warnings[:MAX_WARNINGS]]
     return replace(report, facts=facts, warnings=warnings)
+
+
+def _checked_version(report: ReportedWeights) -> ReportedWeights:
+    """Raises ValidationError for numbers out of bounds."""
+    if not is_bounded_version(report):
+        raise ValidationError("report", str(report)[:60], "not a report: no such version")
+    return replace(
+        report,
+        channel=escape_control(report.channel)[:MAX_CHANNEL],
+        id=escape_control(report.id)[:MAX_ID],
+        publisher=escape_control(report.publisher)[:MAX_ID],
+    )
 
 
 def _checked_settings(settings: Settings) -> Settings:
@@ -299,8 +319,9 @@ class MetricStore:
 
     def __init__(self, path: Path | str) -> None:
         self._cache: OrderedDict[str, _TrainingMetrics] = OrderedDict()
-        self._file = MetricFile(path, _SCHEMA + ROUNDS)
+        self._file = MetricFile(path, _SCHEMA + ROUNDS + WEIGHTS)
         self.rounds = RoundTable(self._file)
+        self.weights = WeightTable(self._file)
         self._file.on_empty = self._write_all
         self._finished = read_finished(self._file, "finished_reports")
         self.idle_tracker = ReportedIdle()
@@ -352,6 +373,7 @@ class MetricStore:
                 )
                 for _, batch in new:
                     self.rounds.add_reports(uid, batch.rounds)
+                    self.weights.add_reports(uid, batch.rank, batch.attempt, batch.weights)
             for _, batch in batches:  # of old ones, too: a new process may not have seen them
                 self._note_settings(uid, batch)
             for line, batch in new:
@@ -452,6 +474,7 @@ class MetricStore:
             for table in ("series", "batches", "lives", "finished_reports", "losses"):
                 self._db.execute(f"delete from {table} where uid = ?", (uid,))
             self.rounds.remove(uid)
+            self.weights.remove(uid)
 
     def finish(self, uid: str) -> None:
         """The training is over, and all that its ranks left behind was read."""
@@ -468,7 +491,7 @@ class MetricStore:
             rows = self._db.execute(
                 "select distinct uid from series union select distinct uid from batches"
             )
-            return {row[0] for row in rows} | self.rounds.uids()
+            return {row[0] for row in rows} | self.rounds.uids() | self.weights.uids()
 
     def _of(self, uid: str) -> _TrainingMetrics:
         cached = self._cache.get(uid)

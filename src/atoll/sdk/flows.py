@@ -53,6 +53,7 @@ from atoll.core.status import (
     WorldStatus,
 )
 from atoll.core.text import limited_spans
+from atoll.core.weights import ChannelList
 from atoll.sdk.effects import (
     Clock,
     Flow,
@@ -385,6 +386,11 @@ def rounds(ref: TrainingRef, first: int, last: int | None, *, has_costs: bool) -
     return replace(pages[0], items=[items[key] for key in sorted(items)])
 
 
+def weights(ref: TrainingRef) -> Flow[ChannelList]:
+    effect = Send("GET", f"{ref.path}/weights", {"uid": ref.uid})
+    return decode_answer((yield from send(effect)), ChannelList)
+
+
 class UiCode(Model, frozen=True):
     """What signs a browser in once."""
 
@@ -525,9 +531,13 @@ def _next(
 
 def _describe_timeout(training: Training, timeout: float) -> str:
     status, size = training.status, training.spec.world_size
-    text = f"training {training.display_name!r}: {status.world.ready} of {size.target} ranks"
-    text += f" ready after {timeout:g} s (min {size.min}, "
-    text += f"phase {status.phase.value or 'not observed yet'})"
+    ready = f"{status.world.ready} of {size.target} ranks ready"
+    text = f"training {training.display_name!r}: "
+    if _has_target(training) is not None:
+        text += f"not over after {timeout:g} s, {ready}"
+    else:
+        phase = status.phase.value or "not observed yet"
+        text += f"{ready} after {timeout:g} s (min {size.min}, phase {phase})"
     if training.has_surplus:
         surplus = [r.rank for r in status.ranks if r.rank >= size.target]
         text += f"; above the target and still alive: {limited_spans(surplus)}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from atoll.code.functions import pickle_function
 from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL
@@ -234,12 +233,6 @@ def _source(value: Any) -> Source | None:
 
 # Base64 makes this a third larger: with the other fields it fits into a request of 64 MiB.
 MAX_BYTES = 44 * 2**20
-# Calling one of these runs nothing: the rank would succeed at once.
-LAZY = (
-    (inspect.iscoroutinefunction, "an async one"),
-    (inspect.isasyncgenfunction, "an async generator"),
-    (inspect.isgeneratorfunction, "a generator"),
-)
 
 
 def script_source(path: Path) -> Source:
@@ -258,35 +251,10 @@ def script_source(path: Path) -> Source:
 
 
 def function_source(function: Callable[..., Any]) -> Source:
-    """The function, pickled by value with the helpers of its module and its closure.
-
-    Other modules are pickled by name: the rank imports them from the same `sys.path`.
-    """
-    import cloudpickle
-
-    for is_kind, kind in LAZY:
-        if is_kind(function):
-            raise ValidationError("source", function, f"expected a plain function, not {kind}")
-    module = sys.modules.get(_home(function))
-    is_by_name = module is not None and module.__name__ not in ("__main__", "builtins")
-    try:
-        if is_by_name:
-            cloudpickle.register_pickle_by_value(module)
-        content = cloudpickle.dumps(function)
-    except Exception as error:  # pickling arbitrary objects may raise anything
-        reason = f"cannot be shipped: {type(error).__name__}: {error}"
-        raise ValidationError("source", function, reason) from error
-    finally:
-        if is_by_name and module is not None:
-            cloudpickle.unregister_pickle_by_value(module)
+    """The function by value; what it imports, a rank imports from the same `sys.path`."""
+    content = pickle_function("source", function)
     _check_size(function, content)
     return Source(kind="function", content=content, filename="function.pkl", directory=_start())
-
-
-def _home(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(inspect.unwrap(function), "__module__", None) or type(function).__module__
 
 
 def _start() -> str | None:

@@ -152,21 +152,27 @@ def combine(listed: Sequence[Settings], varied: Sequence[Settings]) -> list[Sett
 
 
 def render_command(command: Sequence[str], settings: Mapping[str, Setting]) -> list[str]:
-    """The command with `{lr}` replaced; a setting that is not in it is added as `--lr 0.1`.
+    """The command with `{lr}` replaced; a setting that is not in it is added as `--lr=0.1`.
 
+    In one argument: parsers of `--lr 0.1` take that too, some take only that, and -1 is no flag.
     True is added as `--fast`, and False is not added.
     """
     rendered, unused = [], dict(settings)
     for argument in command:
         for name, value in settings.items():
             if f"{{{name}}}" in argument:
-                argument = argument.replace(f"{{{name}}}", setting_text(value))
+                argument = argument.replace(f"{{{name}}}", _argument(value))
                 unused.pop(name, None)
         rendered.append(argument)
     for name, value in unused.items():
         if value is not False:
-            rendered += [f"--{name}"] if value is True else [f"--{name}", setting_text(value)]
+            rendered.append(f"--{name}" if value is True else f"--{name}={_argument(value)}")
     return rendered
+
+
+def _argument(value: Setting) -> str:
+    """With all digits, and 10.0 as a float: some parsers refuse 10 where they expect one."""
+    return repr(value) if type(value) is float else setting_text(value)
 
 
 def setting_names(stem: str, all_settings: Sequence[Mapping[str, Setting]]) -> list[str]:

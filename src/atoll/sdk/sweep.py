@@ -33,6 +33,7 @@ from atoll.sdk.training import DELETE_S, ColumnTable, DistributedTraining
 MAX_AT_ONCE = 10_000  # as many ranks as one training may have
 RELIST_S = 0.5  # pause after a broken watch
 POLL_S = 2.0  # between two reads of the metrics that a stop rule tests: ranks report every second
+MAX_CELL_CHARS = 120  # of a value or an error in a printed table: an exception is named in them
 _DIGEST = 6  # characters of it in a name, after the settings
 MAX_IN_NAME = 63 - 1 - _DIGEST  # of a DNS label, without the dash and the digest
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
@@ -111,9 +112,8 @@ class Sweep(Sequence[SweepRow]):
     def __str__(self) -> str:
         columns = self.table()
         texts = {
-            name: [name, *(_cell(value) for value in column)]
-            for name, column in columns.items()
-            if name not in ("result", "error") or any(value for value in column)
+            name: [name, *(_cell(value) for value in columns[name])]
+            for name in self._printed(columns)
         }
         widths = [max(map(len, cells)) for cells in texts.values()]
         lines = zip(*texts.values(), strict=True)
@@ -121,6 +121,13 @@ class Sweep(Sequence[SweepRow]):
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         )
+
+    def _printed(self, columns: ColumnTable) -> list[str]:
+        """Columns that say something more, errors last because they are long."""
+        names = [name for name in columns if name not in ("result", "error")]
+        if any(row.result is not None and not isinstance(row.result, Mapping) for row in self):
+            names.append("result")
+        return [*names, "error"] if self.failed else names
 
     def __repr__(self) -> str:
         return f"<Sweep of {len(self)}: {len(self) - len(self.failed)} succeeded>"
@@ -132,7 +139,7 @@ def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _cell(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
-    return " ".join(text.split())[:60]
+    return " ".join(text.split())[:MAX_CELL_CHARS]
 
 
 def jobs_of(
@@ -241,7 +248,7 @@ class SweepRun:
         check_int("concurrency", at_once, 1, MAX_AT_ONCE)
         self.jobs = jobs
         self.trainings: dict[int, Training] = {}  # by job: as it was last read
-        self.stopped: dict[int, StopRule] = {}  # by job: why it was stopped early
+        self.stopped: dict[int, str] = {}  # by job: why it was stopped early
         self.running: set[int] = set()
         self._client = client
         self._resolve = resolve
@@ -309,6 +316,8 @@ class SweepRun:
         self.trainings[at] = training
         if training.status.phase.is_terminal or is_removed:
             self.running.discard(at)
+            if training.status.phase is not Phase.CANCELLED:
+                self.stopped.pop(at, None)  # it was over before the cancel came
         else:
             self.running.add(at)
         self._on_change()
@@ -331,7 +340,7 @@ class SweepRun:
                 yield from flows.cancel(flows.TrainingRef(training.name, training.uid))
 
     def _check_rules(self, job: Job, training: Training) -> Flow[bool]:
-        """Whether a stop rule holds; it is kept as the reason."""
+        """Whether a stop rule holds; the reason is kept, with the value that decided it."""
         if not self._stop:
             return False
         names = list(dict.fromkeys(rule.metric for rule in self._stop))
@@ -340,7 +349,8 @@ class SweepRun:
         for rule in self._stop:
             metric = newest.get(rule.metric)
             if metric is not None and rule.holds(float(metric.value), metric.step):
-                self.stopped[job.at] = rule
+                at_step = "" if metric.step is None else f" at step {metric.step}"
+                self.stopped[job.at] = f"{rule}: it was {float(metric.value):g}{at_step}"
                 return True
         return False
 
@@ -394,7 +404,9 @@ class MapRun(SweepRun):
         training = self.trainings[job.at]
         handle = DistributedTraining(self._client, training)
         if training.status.phase is not Phase.SUCCEEDED:
-            ending = describe_end(training) if training.status.phase.is_terminal else "removed"
+            ending = "removed"
+            if training.status.phase.is_terminal:
+                ending = describe_end(training).removeprefix(f"{training.display_name} ")
             return SweepRow(job.arguments, None, ending, handle)
         who = flows.TrainingRef(training.name, training.uid)
         try:

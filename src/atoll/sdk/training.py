@@ -42,6 +42,7 @@ from atoll.core.status import (
     TrainingStats,
     WorldStatus,
 )
+from atoll.core.weights import Channel
 from atoll.sdk import flows
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import TrainingRef
@@ -272,6 +273,17 @@ class DistributedTraining:
         self, first: int = 0, last: int | None = None, *, costs: bool = False
     ) -> RoundTable:
         return RoundTable(await self._arun(self._rounds(first, last, costs)), has_costs=costs)
+
+    def weights(self) -> list[Channel]:
+        """The channels of weights that the ranks publish or follow (`atoll.weights`).
+
+        Each has its newest `versions`, newest first, and its `followers` in all trainings, with how
+        many versions each is `behind` and for how long (`lag_s`). `[]` without weights.
+        """
+        return self._run(flows.weights(self._ref)).items
+
+    async def weights_async(self) -> list[Channel]:
+        return (await self._arun(flows.weights(self._ref))).items
 
     def rerun(
         self,

@@ -41,6 +41,7 @@ from atoll.core.ranks import AttemptList
 from atoll.core.rounds import RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList, TrainingStats
+from atoll.core.weights import ChannelList
 from atoll.metrics.store import MetricStore
 from atoll.server.background import CONTROLLER, BackgroundTasks, TaskFailure, Work
 from atoll.server.basilica import deployments
@@ -284,6 +285,15 @@ NATIVE = (
         "costs; the newest `limit` of the requested ones, in order.",
         {200: AnswerDoc("The rounds.", RoundList), **_NAME_PROBLEMS},
         query=metrics.RoundsQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/weights",
+        metrics.weights,
+        "Read the channels of weights that a training publishes or follows: their newest versions, "
+        "and their followers in all trainings with how far each is behind.",
+        {200: AnswerDoc("The channels; none if it has no weights.", ChannelList), **_NAME_PROBLEMS},
+        query=metrics.WeightsQuery,
     ),
     Operation(
         "POST",

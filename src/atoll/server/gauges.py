@@ -58,6 +58,9 @@ METRIC_GAUGES = (
     ("loss", "Newest loss of the lowest rank that reports one."),
     ("tokens", "Newest token count of the lowest rank that reports one."),
     ("round", "Newest committed outer round."),
+    ("weights_version", "Newest version of the weights that it publishes or follows."),
+    ("weights_behind", "Versions that its slowest follower of weights lacks."),
+    ("weights_lag_seconds", "Age of the oldest version that its slowest follower lacks."),
 )
 
 # The metrics of REPORTED of a training that are known, by its uid.

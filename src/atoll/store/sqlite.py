@@ -95,7 +95,8 @@ class SQLiteStore:
                 )
             except sqlite3.IntegrityError as error:
                 raise Conflict(
-                    f"a training named {training.name!r} exists: choose another name, or delete it"
+                    f"a training named {training.name!r} exists: choose another name, or delete "
+                    "it, as --replace and replace=True do"
                 ) from error
             for event in events:
                 self._add_event(training.uid, event)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ from click.testing import CliRunner
 from atoll.cli.main import app
 from atoll.core.errors import ValidationError
 from atoll.weights import Follower, Publisher
+
+ATOLL = [sys.executable, "-m", "atoll.cli"]
 
 
 def publish(folder: Path, versions: int) -> None:
@@ -65,3 +70,69 @@ def test_follow_writes_a_folder_and_runs_the_command(tmp_path: Path) -> None:
     assert note.read_text() == f"3 10 {path}\n"
     assert (path / "model.safetensors").exists()
     assert CliRunner().invoke(app, [*arguments, "--then", "exit 3", "--once"]).exit_code == 1
+
+
+def test_follow_with_json_has_nothing_else_on_stdout(tmp_path: Path) -> None:
+    publish(tmp_path / "channel", 1)
+    done = subprocess.run(
+        [
+            *ATOLL,
+            "weights",
+            "follow",
+            "./channel",
+            "out",
+            "--once",
+            "--json",
+            "--then",
+            "echo hello",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == "out/v2"
+    assert done.stderr == "hello\n"
+
+
+def test_follow_refuses_folders_that_are_not_its_own_before_it_follows(tmp_path: Path) -> None:
+    publish(tmp_path / "channel", 1)
+    (tmp_path / "mine" / "v1").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for folder in ("mine", "channel", "file/below"):
+        done = CliRunner().invoke(
+            app, ["weights", "follow", str(tmp_path / "channel"), str(tmp_path / folder)]
+        )
+        assert isinstance(done.exception, ValidationError), folder
+        assert done.exception.field == "folder"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_follow_refuses_a_channel_that_is_not_there(tmp_path: Path) -> None:
+    arguments = ["weights", "follow", str(tmp_path / "typo"), str(tmp_path / "out")]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, ValidationError)
+    assert error.field == "uri"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_follow_says_that_it_waits_and_ctrl_c_drops_its_lease(tmp_path: Path) -> None:
+    (tmp_path / "channel").mkdir()
+    with subprocess.Popen(
+        [*ATOLL, "weights", "follow", "./channel", "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "waiting for the first" in process.stderr.readline()
+        publish(tmp_path / "channel", 1)
+        assert process.stdout.readline() == "version 2: out/v2\n"
+        assert [*(tmp_path / "channel" / "lease").rglob("*")]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert "Traceback" not in process.stderr.read()
+    assert not [each for each in (tmp_path / "channel").rglob("lease/*/*") if each.is_file()]

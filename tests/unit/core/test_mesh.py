@@ -33,7 +33,7 @@ def test_conditions_follow_the_mesh_and_keep_the_time_of_change() -> None:
     assert conditions(made.status) == {}
     cut = "cannot talk: a <-> b"
     steps = [
-        (2.0, MeshStatus(state=MeshState.PENDING, message="no word from b"), ("False", "False")),
+        (2.0, MeshStatus(state=MeshState.PENDING, message="no report from b"), ("False", "False")),
         (3.0, MeshStatus(state=MeshState.READY, hosts=2), ("True", "False")),
         (4.0, MeshStatus(state=MeshState.DEGRADED, message=cut), ("False", "True")),
         (5.0, None, ("False", "True")),  # a look without word of the mesh changes nothing

@@ -413,7 +413,7 @@ def test_a_rank_that_is_not_seen_any_more_is_given_up_within_five_seconds() -> N
     story = running(Story(low=4))
     missing_at = story.now + 1
     made = story.observe(ranks=[r for r in story.observation.ranks if r.rank != 2])
-    assert story.status.ranks[2].message == "not seen any more"
+    assert story.status.ranks[2].message == "not observed any more"
     while not story.status.failing:
         assert made.requeue_after_s is not None
         made = story.observe(after_s=made.requeue_after_s)
@@ -560,7 +560,7 @@ def test_a_rank_that_was_told_to_stop_is_not_ready_until_its_successor_runs() ->
         story.observe()
         assert (story.status.world.ready, story.status.phase) == (2, Phase.READY)
         assert [r.message for r in story.status.ranks[2:]] == [
-            "stopping: it starts anew once it has ended"
+            "stopping: it restarts once it has ended"
         ] * 2
     story.ranks(r2="stopped", r3="stopped")
     story.observe()

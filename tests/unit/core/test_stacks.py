@@ -45,6 +45,14 @@ def test_equal_stacks_are_one_line_and_the_odd_one_has_its_own() -> None:
     ]
 
 
+def test_a_stack_inside_of_import_has_the_lines_of_people_only() -> None:
+    machinery = {"file": "<frozen importlib._bootstrap>", "line": 1, "function": "_load"}
+    (group,) = fold([stacks(0, [*OPEN, machinery, REDUCE[1]])])
+    assert group["stack"] == ["data.py:3 in read: open(path)", "train.py:12 in step: all_reduce(x)"]
+    (only,) = fold([stacks(0, [machinery])])
+    assert len(only["stack"]) == 1
+
+
 def test_another_line_of_the_same_function_is_another_place() -> None:
     other = [{**REDUCE[0]}, {**REDUCE[1], "line": 13}]
     assert len(fold([stacks(0, REDUCE), stacks(1, other)])) == 2

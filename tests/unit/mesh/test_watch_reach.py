@@ -63,14 +63,14 @@ def test_a_pair_is_named_once_and_one_way_failures_as_such() -> None:
     fabric.fold(report(0, 4, [1]))
     fabric.fold(report(1, 4, [0, 2]))
     fabric.fold(report(2, 4, []))
-    assert judged(fabric)[1] == "cannot talk: h0 <-> h1, h1 -> h2; no word from h3"
+    assert judged(fabric)[1] == "cannot talk: h0 <-> h1, h1 -> h2; no report from h3"
 
 
 def test_reports_on_another_roster_or_from_strangers_do_not_count() -> None:
     fabric = Fabric(membership(2, version=2))
     fabric.fold(report(0, 2, [], version=1))
     fabric.fold(report(7, 2, [], version=2))
-    assert judged(fabric)[1] == "no word from h0, h1"
+    assert judged(fabric)[1] == "no report from h0, h1"
 
 
 def test_a_newer_roster_starts_anew_and_an_older_one_is_ignored() -> None:
@@ -79,7 +79,7 @@ def test_a_newer_roster_starts_anew_and_an_older_one_is_ignored() -> None:
     fabric.enlist(membership(2, version=2))
     assert judged(fabric)[0] is MeshState.PENDING
     fabric.enlist(membership(1, version=1))
-    assert judged(fabric)[1] == "no word from h0, h1"
+    assert judged(fabric)[1] == "no report from h0, h1"
 
 
 def test_a_thousand_hosts_in_two_halves_make_a_short_message() -> None:

@@ -78,3 +78,26 @@ def test_warnings_of_ranks_are_told_once_and_survive_a_restart(tmp_path: Path) -
     assert found is not None
     assert (found.warnings, found.bad) == (["the same batches"], {1: 0})
     again.close()
+
+
+def test_a_slow_rank_is_in_the_summary_also_after_a_restart(tmp_path: Path) -> None:
+    metric_store = MetricStore(tmp_path / "series.db")
+    file = metric_store.rounds._file
+    for number in range(4):
+        for rank in range(3):
+            train_s = 6.0 if rank == 2 else 2.0
+            cost = RoundCost(rank, 0, 0, 0, 0.0, 0.0, steps=10, train_s=train_s, data_s=1.5)
+            with file, file.transaction():
+                metric_store.rounds.add_reports(
+                    "u", [ReportedRound("r", 0, number, cost, facts(number, 0, 1, 2))]
+                )
+    message = "rank 2 is slow: 3.0x the median step time (75% compute, 25% data, "
+    summary = metric_store.rounds.summary("u")
+    assert summary is not None
+    assert [each.message for each in summary.slow] == [f"{message}0% waiting for rounds)"]
+    metric_store.close()
+    again = MetricStore(tmp_path / "series.db")
+    summary_again = again.rounds.summary("u")
+    assert summary_again is not None
+    assert summary_again.slow == summary.slow
+    again.close()

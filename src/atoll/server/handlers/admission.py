@@ -55,7 +55,7 @@ class Setup:
             return text
         origin = "without an atoll.toml" if self.config is None else f"with {self.config}"
         changed = ", which has changed since" if self.is_changed() else ""
-        return f"{text}; it was started {origin}{changed}; to start it anew, {self.restart}"
+        return f"{text}; it was started {origin}{changed}; to restart it, {self.restart}"
 
     def check_namespace(self, name: str | None, namespace: str) -> None:
         """Raises ValidationError if the executor cannot isolate ranks of this namespace."""

@@ -21,7 +21,7 @@ from atoll.core.status import LogLine, LogMatch, Training
 from atoll.logs.files import offsets_since
 from atoll.logs.search import LogSearch, lines_around
 from atoll.server.handlers.admission import executor_of
-from atoll.server.handlers.trainings import UidQuery, training_of
+from atoll.server.handlers.trainings import UidQuery
 from atoll.server.http.operations import NDJSON, Answer, ApiCall, stream_answer
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class SearchQuery(UidQuery, frozen=True, kw_only=True, rename="camel"):
 
 async def logs(call: ApiCall) -> Answer:
     query: LogQuery = call.query
-    training = await training_of(call)
+    training = await call.training()
     executor = executor_of(training, call.plane)
     if query.at is not None:
         return _around(training, executor, query)
@@ -133,7 +133,7 @@ async def _select(lines: AsyncIterator[LogLine], query: LogQuery) -> AsyncIterat
 
 async def search(call: ApiCall) -> Answer:
     query: SearchQuery = call.query
-    training = await training_of(call)
+    training = await call.training()
     executor = executor_of(training, call.plane)
     return _streamed(call, _search(call, training, executor, query))
 

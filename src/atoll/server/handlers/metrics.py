@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -27,9 +28,11 @@ from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of, with
 from atoll.core.settings import name_label
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
+from atoll.core.weights import Channel, ChannelList, lag_of_channels
 from atoll.metrics.rounds import RoundTable, StoreObservation
 from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, STEP, Series, band_of
 from atoll.metrics.store import LabeledSeries, MetricStore
+from atoll.metrics.weights import TrainingName
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
@@ -45,9 +48,7 @@ class MetricsQuery(Query, frozen=True):
 
 async def metrics(call: ApiCall) -> Answer:
     query: MetricsQuery = call.query
-    training = await call.plane.store.get(call.key)
-    if query.uid not in (None, training.uid):
-        raise NotFound("training", call.name)
+    training = await call.training()
     metric_store = call.plane.metrics
     if metric_store is None:
         return json_answer(MetricSeriesList(items=[]))
@@ -188,7 +189,8 @@ def _json_number(value: float) -> MetricValue:
 
 
 def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
-    """The newest loss, tokens and round of a training, as far as they are known."""
+    """The newest loss, tokens and round of an active training, and how its weights are followed, as
+    far as they are known."""
     metric_store = plane.metrics
     if metric_store is None:
         return {}
@@ -200,6 +202,10 @@ def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
     summary = metric_store.rounds.summary(uid)
     if summary is not None and summary.round is not None:
         values["round"] = float(summary.round)
+    training = plane.informer.active.get(uid)
+    if training is not None:
+        channels = channels_of_training(plane, metric_store, training)
+        values |= lag_of_channels(channels, training.name)
     return values
 
 
@@ -249,9 +255,7 @@ class RoundsQuery(Query, frozen=True, rename={"from_": "from"}):
 
 async def rounds(call: ApiCall) -> Answer:
     query: RoundsQuery = call.query
-    training = await call.plane.store.get(call.key)
-    if query.uid not in (None, training.uid):
-        raise NotFound("training", call.name)
+    training = await call.training()
     if call.plane.metrics is None:
         return json_answer(RoundList(items=[]))
     table = call.plane.metrics.rounds
@@ -294,3 +298,37 @@ async def summary_of_training(plane: Plane, uid: str) -> RoundSummary | None:
     with contextlib.suppress(Temporary):
         return await asyncio.to_thread(plane.metrics.rounds.summary, uid)
     return None
+
+
+# The weights that a training publishes or follows.
+
+
+class WeightsQuery(Query, frozen=True):
+    uid: str | None = None
+
+
+async def weights(call: ApiCall) -> Answer:
+    training = await call.training()
+    metric_store = call.plane.metrics
+    if metric_store is None:
+        return json_answer(ChannelList(items=[]))
+    if metric_store.catch_up is not None:
+        await metric_store.catch_up(training)
+    items = await asyncio.to_thread(channels_of_training, call.plane, metric_store, training)
+    return json_answer(ChannelList(items=items))
+
+
+def channels_of_training(
+    plane: Plane, metric_store: MetricStore, training: Training
+) -> list[Channel]:
+    """With the followers and versions that other active trainings of its namespace report of the
+    same channels. Those of ended ones are left out: a channel may have begun anew since."""
+    if not metric_store.weights.uris(training.uid):  # a scrape asks for hundreds of trainings
+        return []
+    names = {
+        each.uid: TrainingName(each.name, is_over=False)
+        for each in list(plane.informer.active.values())  # the event loop changes it
+        if each.namespace == training.namespace and not each.status.phase.is_terminal
+    }
+    names[training.uid] = TrainingName(training.name, training.status.phase.is_terminal)
+    return metric_store.weights.channels(training.uid, names, time.time())

@@ -17,7 +17,7 @@ from atoll.core.rank_access import (
 from atoll.core.spec import RankNumber
 from atoll.core.status import RankStatus, Training
 from atoll.server.handlers.admission import executor_of
-from atoll.server.handlers.trainings import UidQuery, training_of
+from atoll.server.handlers.trainings import UidQuery
 from atoll.server.http.operations import Answer, ApiCall, json_answer
 
 
@@ -51,7 +51,7 @@ class StacksQuery(UidQuery, frozen=True):
 
 async def take_stacks(call: ApiCall) -> Answer:
     request: StackRequest = call.body
-    training = await training_of(call)
+    training = await call.training()
     executor = executor_of(training, call.plane)
     check_action(executor, training, "stacks")
     stacks = await executor.take_stacks(training, running_ranks(training, request.ranks))
@@ -59,7 +59,7 @@ async def take_stacks(call: ApiCall) -> Answer:
 
 
 async def stored_stacks(call: ApiCall) -> Answer:
-    training = await training_of(call)
+    training = await call.training()
     executor = executor_of(training, call.plane)
     check_action(executor, training, "stacks")
     stacks, ranks = await executor.stored_stacks(training), call.query.rank
@@ -67,7 +67,7 @@ async def stored_stacks(call: ApiCall) -> Answer:
 
 
 async def _target(call: ApiCall, action: str, number: int) -> tuple[Training, RankStatus, Executor]:
-    training = await training_of(call)
+    training = await call.training()
     executor = executor_of(training, call.plane)
     check_action(executor, training, action)
     return training, running_rank(training, number), executor

@@ -437,30 +437,22 @@ async def set_limits(call: ApiCall) -> Answer:
     return json_answer(await probe_executors(call.plane.executors, call.plane.setup))
 
 
-async def training_of(call: ApiCall) -> Training:
-    """The training the request names. Raises NotFound if its `uid` is another."""
-    training = await call.plane.store.get(call.key)
-    if call.query.uid not in (None, training.uid):
-        raise NotFound("training", call.name)
-    return training
-
-
 async def attempts(call: ApiCall) -> Answer:
     query: AttemptQuery = call.query
-    training = await training_of(call)
+    training = await call.training()
     attempt_list = attempts_of(training.status, await call.plane.store.attempts(call.key))
     selected = [one for one in attempt_list if not query.rank or one.rank in query.rank]
     return json_answer(AttemptList(items=selected))
 
 
 async def events(call: ApiCall) -> Answer:
-    await training_of(call)
+    await call.training()
     newest_first = await call.plane.store.events(call.key, since=call.query.since)
     return json_answer(EventList(items=list(newest_first)))
 
 
 async def stats(call: ApiCall) -> Answer:
-    training = await training_of(call)
+    training = await call.training()
     return json_answer(training_stats(training, call.plane.clock()))
 
 
@@ -572,9 +564,7 @@ class RankResult(Model, frozen=True, omit_defaults=False):
 
 async def result(call: ApiCall) -> Answer:
     query: ResultQuery = call.query
-    training = await call.plane.store.get(call.key)
-    if query.uid not in (None, training.uid):
-        raise NotFound("training", call.name)
+    training = await call.training()
     executor = executor_of(training, call.plane)
 
     found = await executor.result(training, query.rank)

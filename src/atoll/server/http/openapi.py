@@ -35,7 +35,7 @@ _EVENT = {
     "type": "object",
     "properties": {
         "event": {"enum": ["changed", "removed", "error"]},
-        "id": {"type": "string", "description": "the version to go on from"},
+        "id": {"type": "string", "description": "the version to continue from"},
         "data": {
             "type": "string",
             "description": "the training, or for `error` a problem",

@@ -29,7 +29,7 @@ from atoll.controller.informer import Informer
 from atoll.controller.loop import machine_clock
 from atoll.core import errors
 from atoll.core.clock import Now
-from atoll.core.errors import TooLarge, ValidationError
+from atoll.core.errors import NotFound, TooLarge, ValidationError
 from atoll.core.model import convert, decode, decode_error, encode
 from atoll.core.phase import ConditionType
 from atoll.core.ports import Change, Executor, Store, Tokens
@@ -308,6 +308,13 @@ class ApiCall:
     @property
     def key(self) -> tuple[str, str]:
         return self.namespace, self.name
+
+    async def training(self) -> Training:
+        """The training that the request names. Raises NotFound if its `uid` is of another one."""
+        training = await self.plane.store.get(self.key)
+        if self.query.uid not in (None, training.uid):
+            raise NotFound("training", self.name)
+        return training
 
 
 Answer = Response

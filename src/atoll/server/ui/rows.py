@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from atoll.controller.informer import Informer
 from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
-from atoll.core.executors import executor_problem
+from atoll.core.executors import ResourceUse, executor_problem
 from atoll.core.model import Model
 from atoll.core.phase import Phase, describe_reason
 from atoll.core.ports import Store, Update
@@ -117,11 +117,14 @@ class RowTotals(Model, frozen=True, omit_defaults=False):
 
 
 class RowPage(Model, frozen=True, omit_defaults=False):
+    """`resources`: what ranks of this machine asked for, where the control plane counts that."""
+
     items: list[TrainingRow]
     matched: int
     totals: RowTotals
     version: int
     now: float
+    resources: list[ResourceUse] = []
 
 
 def row_of(training: Training) -> TrainingRow:

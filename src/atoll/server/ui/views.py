@@ -11,7 +11,8 @@ from typing import Annotated, NamedTuple, TypeVar
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.core.errors import NotFound, Temporary, ValidationError
+from atoll.core.errors import Temporary, ValidationError
+from atoll.core.executors import LOCAL
 from atoll.core.metrics import MetricValue
 from atoll.core.model import Model, encode
 from atoll.core.rounds import (
@@ -52,7 +53,6 @@ from atoll.server.http.operations import (
     Query,
     json_answer,
     stream_answer,
-    with_staleness,
 )
 from atoll.server.ui.page import MetricName, RankLine, TrainingPage, page_of, rank_lines
 from atoll.server.ui.rows import TrainingRow, with_spark
@@ -145,8 +145,13 @@ async def rows(call: ApiCall) -> Answer:
         limit=query.limit,
         now=call.plane.clock().wall,
     )
+    local = call.plane.executors.get(LOCAL)
     return json_answer(
-        replace(page, items=await asyncio.to_thread(_add_sparklines, call, page.items))
+        replace(
+            page,
+            items=await asyncio.to_thread(_add_sparklines, call, page.items),
+            resources=[] if local is None else local.capacity(),
+        )
     )
 
 
@@ -173,7 +178,7 @@ def _with_loss(row: TrainingRow, series: Series | None) -> TrainingRow:
 
 
 async def page(call: ApiCall) -> Answer:
-    training = await _training(call)
+    training = await call.training()
     attempts = await call.plane.store.attempts(call.key)
     metric_store, now = call.plane.metrics, call.plane.clock()
     await _catch_up(metric_store, training)
@@ -188,7 +193,7 @@ async def page(call: ApiCall) -> Answer:
 async def ranks(call: ApiCall) -> Answer:
     """Some ranks in full: the page of a large world has only the exceptions."""
     requested = parse_ranks(call.query.ranks)
-    training = await _training(call)
+    training = await call.training()
     attempts = await call.plane.store.attempts(call.key)
     lines = await asyncio.to_thread(rank_lines, training.status, attempts)
     return json_answer(RankLines(items=[line for line in lines if line.rank in requested]))
@@ -222,16 +227,9 @@ def _names(metric_store: MetricStore, uid: str) -> list[MetricName]:
     return [MetricName(name=name, ranks=len(ranks)) for name, ranks in sorted(counts.items())]
 
 
-async def _training(call: ApiCall) -> Training:
-    training = await call.plane.store.get(call.key)
-    if call.query.uid not in (None, training.uid):
-        raise NotFound("training", call.name)
-    return with_staleness(training, call.plane.setup.stale())
-
-
 async def metric_bands(call: ApiCall) -> Answer:
     query: MetricBandsQuery = call.query
-    training = await _training(call)
+    training = await call.training()
     if call.plane.metrics is None:
         return json_answer(MetricBandList(names=[], items=[], has_store=False))
     await _catch_up(call.plane.metrics, training)
@@ -402,9 +400,7 @@ class RoundGrid(Model, frozen=True, omit_defaults=False):
 
 async def rounds(call: ApiCall) -> Answer:
     query: GridQuery = call.query
-    training = await call.plane.store.get(call.key)
-    if query.uid not in (None, training.uid):
-        raise NotFound("training", call.name)
+    training = await call.training()
     if call.plane.metrics is None:
         return json_answer(
             grid_of([], None, "this control plane does not store rounds", MAX_COLUMNS)

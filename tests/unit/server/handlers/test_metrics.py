@@ -16,6 +16,7 @@ from atoll.core.status import Status, Training
 from atoll.metrics.collect import Collector
 from atoll.metrics.store import MetricStore
 from atoll.server.handlers.metrics import MetricsQuery, metrics
+from atoll.server.http.operations import ApiCall
 from atoll.store.sqlite import MemoryStore
 
 
@@ -32,10 +33,11 @@ def test_what_nobody_has_read_yet_is_read_for_who_asks(tmp_path: Path) -> None:
 
     async def ask() -> Any:
         store = MemoryStore()
-        stored = await store.create(over)
-        plane = SimpleNamespace(store=store, metrics=metric_store)
-        call = SimpleNamespace(query=MetricsQuery(), key=stored.key, name="t", plane=plane)
-        return msgspec.json.decode((await metrics(call)).body)  # type: ignore[arg-type]
+        await store.create(over)
+        plane: Any = SimpleNamespace(store=store, metrics=metric_store)
+        request: Any = None
+        call = ApiCall(plane, request, "n", "t", MetricsQuery(), None)
+        return msgspec.json.decode((await metrics(call)).body)
 
     (loss,) = asyncio.run(ask())["items"]
     assert loss["step"] == list(range(1, 41))

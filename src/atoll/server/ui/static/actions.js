@@ -1,7 +1,7 @@
 // Scale, cancel, delete, rerun: each asks first. The page changes only when the server reports it.
 
-import { send, state } from "./api.js";
-import { button, h, put } from "./dom.js";
+import { get, query, send, state } from "./api.js";
+import { button, copyable, h, put } from "./dom.js";
 
 const QUESTIONS = {
   cancel: (names) => [
@@ -109,6 +109,55 @@ export function rerun(page, go) {
     );
     go(`/t/${encodeURIComponent((await answer.json()).spec.name)}`);
   });
+}
+
+// What `atoll stacks` prints: of ranks that run, or what atoll took by itself before the end.
+export async function showStacks(name, uid, { rank = null, isOver = false } = {}) {
+  const title = rank === null ? `Stacks of ${name}` : `Stacks of rank ${rank} of ${name}`;
+  const body = h("div", { role: "status" }, "Reading the stacks…");
+  const dialog = h(
+    "dialog",
+    { class: "wide", "aria-labelledby": "stacks-title" },
+    h("h2", { id: "stacks-title" }, title),
+    body,
+    h(
+      "div",
+      { class: "row end" },
+      button("Close", () => dialog.close(), { autofocus: true }),
+    ),
+  );
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+  const path = `/v1/trainings/${encodeURIComponent(name)}/stacks`;
+  try {
+    const stacks = isOver
+      ? await get(`${path}${query({ uid, rank })}`)
+      : await (
+          await send("POST", `${path}${query({ uid })}`, { ranks: rank === null ? [] : [rank] })
+        ).json();
+    put(body, stacksText(stacks, isOver));
+  } catch (error) {
+    put(body, h("p", { class: "trouble", role: "alert" }, error.message));
+  }
+}
+
+function stacksText({ items, folded, message }, isOver) {
+  if (!folded.length)
+    return h("p", {}, isOver ? "atoll took no stacks of it before it ended." : "No stacks.");
+  const causes = new Map(items.filter((one) => one.cause).map((one) => [one.cause, one.rank]));
+  const text = [
+    ...folded.map((group) => group.message),
+    ...[...causes].map(([cause, rank]) => `taken because ${cause} (rank ${rank})`),
+    ...folded
+      .filter((group) => group.stack?.length)
+      .flatMap((group) => ["", `${group.message}:`, ...group.stack.map((line) => `  ${line}`)]),
+  ].join("\n");
+  return [
+    message ? h("p", { class: "dim" }, message) : null,
+    h("pre", { tabindex: 0, role: "region", "aria-label": "Stacks" }, text),
+    copyable(text),
+  ];
 }
 
 const span = (first, end) => (first + 1 < end ? `ranks ${first} to ${end - 1}` : `rank ${first}`);

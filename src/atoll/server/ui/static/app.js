@@ -114,7 +114,12 @@ function signInPage(message) {
 function connection(isLive, since, error) {
   if (error) {
     clearSession();
-    signInPage(error.message);
+    view?.close?.();
+    view = null;
+    put(live, h("span", { class: "dot" }), "signed out");
+    stale.hidden = true;
+    signInPage("This session has ended: run `atoll ui`. This page then continues by itself.");
+    return;
   }
   put(live, h("span", { class: isLive ? "dot on" : "dot" }), isLive ? "live" : "not connected");
   document.body.classList.toggle("is-stale", !isLive);

@@ -5,6 +5,7 @@ import { act } from "./actions.js";
 import { markSeen, seenFailures } from "./seen.js";
 import {
   button,
+  bytes,
   duration,
   h,
   mark,
@@ -98,10 +99,12 @@ export function showList(main, go) {
     body,
   );
   const panel = h("div", { class: "panel" }, table, foot);
+  const use = h("p", { class: "use small soft", hidden: true });
   put(
     main,
     h("h1", { class: "hidden" }, "Trainings"),
     h("div", { class: "bar" }, search, chips),
+    use,
     panel,
     pick,
   );
@@ -169,6 +172,8 @@ export function showList(main, go) {
         ),
       ),
     );
+    use.hidden = !page.resources.length;
+    use.textContent = `Ranks on this machine asked for ${page.resources.map(useOf).join(", ")}.`;
     for (const head of heads.querySelectorAll("[data-sort]")) {
       const key = head.dataset.sort;
       if (filters.sort.replace("-", "") === key)
@@ -182,7 +187,7 @@ export function showList(main, go) {
         item.uid
           ? `row:${item.uid}`
           : item.members
-            ? `members:${item.own}:${item.members}`
+            ? `members:${item.members}`
             : `group:${item.group}`,
       (item) => JSON.stringify([item, selected.has(item.name)]),
       (item) => (item.uid ? line(item) : item.members ? groupLine(item) : heading(item)),
@@ -275,37 +280,46 @@ export function showList(main, go) {
   const groupOf = (row) => (isLive(row) ? "Running" : isOdd(row) ? FAILED : "Ended");
 
   // Rows with a heading before each group. Failures that were opened are folded into theirs.
+  // Trainings with the same label `group` are one row, where the first of them would be: with what
+  // runs if one of them runs, else with failures if one has failed.
   function arranged() {
     if (filters.sort) return page.items;
     const items = [],
+      labels = byLabel(),
       seen = seenFailures();
     let group = null;
     for (const row of page.items) {
+      const members = labels.get(row.group) || [row];
+      if (members[0] !== row) continue;
       const own = groupOf(row);
       if (own !== group?.group) {
         group = { group: own, folded: 0 };
         items.push(group);
       }
-      const isFolded = own === FAILED && seen.has(row.uid) && !hasSeen && !isNarrowed();
-      if (isFolded) {
-        group.folded += 1;
-        continue;
-      }
-      const members = isNarrowed() || !row.group ? [] : inGroup(own, row.group);
-      if (members.length < 2) items.push(row);
+      const failed = own === FAILED ? members.filter(isOdd) : [];
+      if (failed.length && failed.every((each) => seen.has(each.uid)) && !hasSeen && !isNarrowed())
+        group.folded += failed.length;
+      else if (members.length < 2) items.push(row);
       else {
         const isOpen = open.has(row.group);
-        if (members[0] === row) items.push({ members: row.group, own, isOpen, rows: members });
-        if (isOpen) items.push(row);
+        items.push({ members: row.group, isOpen, rows: members });
+        if (isOpen) items.push(...members);
       }
     }
     return items;
   }
-  const inGroup = (own, name) =>
-    page.items.filter((row) => row.group === name && groupOf(row) === own);
 
-  // Trainings with the same label `group` as one row, until it is opened.
-  function groupLine({ members, own, isOpen, rows }) {
+  function byLabel() {
+    const labels = new Map();
+    if (isNarrowed()) return labels;
+    for (const row of page.items.filter((each) => each.group)) {
+      if (!labels.has(row.group)) labels.set(row.group, []);
+      labels.get(row.group).push(row);
+    }
+    return labels;
+  }
+
+  function groupLine({ members, isOpen, rows }) {
     const phases = {};
     for (const row of rows) phases[row.phase] = (phases[row.phase] || 0) + 1;
     return h(
@@ -335,7 +349,7 @@ export function showList(main, go) {
         " ",
         button("Compare", () => go(`/compare${query({ t: rows.map((row) => row.name) })}`), {
           class: "mini",
-          "aria-label": `Compare ${members}, ${own.toLowerCase()}`,
+          "aria-label": `Compare ${members}`,
         }),
       ),
     );
@@ -474,7 +488,9 @@ export function showList(main, go) {
 
   let cursor = -1;
   const ticker = setInterval(() => {
-    if (page && page.items.some((row) => row.startedAt && !row.endedAt)) {
+    // What ranks asked for is released a little after they end, which changes no training.
+    if (page?.resources.some((each) => each.used)) load();
+    else if (page && page.items.some((row) => row.startedAt && !row.endedAt)) {
       page.now = now();
       draw();
     }
@@ -518,6 +534,15 @@ export function showList(main, go) {
       else if (event.key === "c" && selected.size > 1) go(`/compare${query({ t: [...selected] })}`);
     },
   };
+}
+
+const LABELS = { cpu: "CPUs", gpus: "GPUs" };
+
+// `3 of 4 slots (1 free)`
+function useOf({ name, used, total }) {
+  const text = name === "memory" ? bytes : (amount) => Number(amount.toFixed(3));
+  const free = text(Math.max(0, total - used));
+  return `${text(used)} of ${text(total)} ${LABELS[name] || name} (${free} free)`;
 }
 
 const triangle = () =>

@@ -1,5 +1,6 @@
 // The side panel of one rank: its state, attempts, newest metrics and last lines.
 
+import { showStacks } from "./actions.js";
 import { get, lines as stream, query } from "./api.js";
 import {
   button,
@@ -95,7 +96,8 @@ export class RankPanel {
       put(this.body, h("p", {}, `${this.name} has no rank ${this.rank}.`));
       return;
     }
-    const kind = KIND_OF[line.phase];
+    const kind = KIND_OF[line.phase],
+      isOver = line.phase !== "Running";
     const facts = [
       ["Host", line.host || "–"],
       ["Location", [line.provider, line.region].filter(Boolean).join(", ")],
@@ -141,6 +143,7 @@ export class RankPanel {
       `atoll logs ${this.name} --rank ${this.rank}`,
       `atoll status ${this.name} --attempts --rank ${this.rank}`,
       `atoll metrics ${this.name} --rank ${this.rank} --csv`,
+      `atoll stacks ${this.name} ${this.rank}`,
     ].join("\n");
     put(
       this.body,
@@ -198,6 +201,9 @@ export class RankPanel {
         "div",
         { class: "row" },
         button("All lines of this rank", () => this.onLogs(this.rank), { class: "mini" }),
+        button("Stacks", () => showStacks(this.name, page.row.uid, { rank: this.rank, isOver }), {
+          class: "mini",
+        }),
       ),
       h("pre", {}, cli),
       copyable(cli),

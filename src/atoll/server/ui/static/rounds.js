@@ -14,6 +14,8 @@ const STATES = {
   u: "uploaded",
   w: "waited for",
 };
+const COLUMNS = "Rank State Weight Up Down Requests Hidden Blocked Steps Data Compute".split(" ");
+const NO_COST = Array(9).fill(null);
 const BAR = 26,
   GAP = 6,
   HEAD = 14;
@@ -33,6 +35,7 @@ export class Rounds {
       uid: "",
     });
     this.message = h("p", {});
+    this.slow = h("ul", { class: "slow", hidden: true });
     this.labels = h("div", { class: "rlabels", "aria-hidden": "true" });
     this.canvas = h("canvas", {
       tabindex: 0,
@@ -71,6 +74,7 @@ export class Rounds {
     put(
       panel.body,
       this.message,
+      this.slow,
       h("div", { class: "rgrid" }, this.labels, this.scroll),
       this.tip,
       h("div", { class: "row" }, this.reset),
@@ -127,7 +131,7 @@ export class Rounds {
     if (this.panel.hidden) return;
     const { summary } = grid;
     const facts = [
-      `${grid.source[0].toUpperCase()}${grid.source.slice(1)}`,
+      sentence(grid.source),
       summary.tokens ? `${number(summary.tokens)} tokens seen` : "",
       summary.movedAt ? `the last one at ${clock(summary.movedAt, summary.movedAt)}` : "",
       grid.dropped ? `${grid.dropped} older ones were dropped` : "",
@@ -137,6 +141,11 @@ export class Rounds {
       h("span", {}, `${grid.message}. `),
       h("span", { class: "dim" }, `${facts.join("; ")}.`),
     );
+    put(
+      this.slow,
+      summary.slow.map((each) => h("li", {}, sentence(each.message))),
+    );
+    this.slow.hidden = !summary.slow.length;
     this.reset.hidden = !this.range;
     const rows = grid.rows.length,
       columns = grid.columns.length,
@@ -404,22 +413,16 @@ export class Rounds {
             h(
               "tr",
               {},
-              ["Rank", "State", "Weight", "Up", "Down", "Requests", "Hidden", "Blocked"].map(
-                (each) => h("th", { scope: "col" }, each),
-              ),
+              COLUMNS.map((each) => h("th", { scope: "col" }, each)),
             ),
           ),
           h(
             "tbody",
             {},
             ranks.slice(0, 200).map((rank) => {
-              const [up, down, requests, hidden, blocked] = costs.get(rank) || [
-                null,
-                null,
-                null,
-                null,
-                null,
-              ];
+              const [up, down, requests, hidden, blocked, , steps, trained, read] =
+                costs.get(rank) || NO_COST;
+              const compute = trained ? trained - (read || 0) : null;
               return h(
                 "tr",
                 {},
@@ -432,6 +435,9 @@ export class Rounds {
                   requests ?? "–",
                   seconds(hidden),
                   seconds(blocked),
+                  steps || "–",
+                  seconds(trained ? read : null),
+                  seconds(compute),
                 ].map((cell, n) => h("td", { class: n > 1 ? "num" : "" }, cell)),
               );
             }),
@@ -492,6 +498,10 @@ export class Rounds {
   close() {
     this.resize.disconnect();
   }
+}
+
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}`;
 }
 
 function sign(letter) {

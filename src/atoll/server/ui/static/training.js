@@ -1,7 +1,7 @@
 // The page of one training: its state, and the cause if it failed.
 
 import { get, now, query, state } from "./api.js";
-import { act, rerun, scale } from "./actions.js";
+import { act, rerun, scale, showStacks } from "./actions.js";
 import { Charts } from "./charts.js";
 import {
   button,
@@ -21,6 +21,7 @@ import { Logs } from "./logs.js";
 import { Rounds } from "./rounds.js";
 import { RankPanel } from "./rank.js";
 import { markSeen } from "./seen.js";
+import { Weights } from "./weights.js";
 import {
   LANES,
   cellsOf,
@@ -51,6 +52,7 @@ export function showTraining(main, name, rank, go) {
   const top = h("div", { class: "two" });
   const ranks = panel("ranks", "World and ranks"),
     roundPanel = panel("rounds", "Rounds"),
+    weightPanel = panel("weights", "Weights"),
     chartPanel = panel("charts", "Charts"),
     logPanel = panel("logs", "Logs");
   const eventPanel = panel("events", "Events and conditions"),
@@ -61,6 +63,7 @@ export function showTraining(main, name, rank, go) {
   ranks.header.append(spanBar);
   put(ranks.body, worldBox, laneBox);
   const rounds = new Rounds(roundPanel, path, ended.signal);
+  const weights = new Weights(weightPanel, path, name, ended.signal);
   const charts = new Charts(chartPanel, path, ended.signal, {
     address: () => Object.fromEntries(params),
     choose: updateAddress,
@@ -75,6 +78,7 @@ export function showTraining(main, name, rank, go) {
     top,
     ranks.panel,
     roundPanel.panel,
+    weightPanel.panel,
     chartPanel.panel,
     logPanel.panel,
     h("div", { class: "two half" }, eventPanel.panel, code.panel),
@@ -245,6 +249,7 @@ export function showTraining(main, name, rank, go) {
       drawFacts();
       drawJump();
     });
+    weights.update(page).then(drawJump);
     logs.update(page, isFirst);
     if (isFirst && location.hash.length > 1)
       document.getElementById(location.hash.slice(1))?.scrollIntoView();
@@ -296,6 +301,11 @@ export function showTraining(main, name, rank, go) {
         only(stopped, () => act("cancel", [name])),
         off(stopped),
       ),
+      button(
+        "Stacks",
+        only(deleted, () => showStacks(name, page.row.uid, { isOver: isEnd })),
+        off(deleted),
+      ),
       button("Compare", () => go(`/compare${query({ t: [name] })}`)),
       button(
         "Delete…",
@@ -346,6 +356,7 @@ export function showTraining(main, name, rank, go) {
       page.cause ? ["cause", "Cause"] : null,
       ["ranks", "Ranks", count],
       rounds.count() ? ["rounds", "Rounds", rounds.count()] : null,
+      weights.count() ? ["weights", "Weights"] : null,
       ["charts", "Charts", page.metrics.length],
       ["logs", "Logs"],
       ["events", "Events", events.length],
@@ -703,6 +714,7 @@ export function showTraining(main, name, rank, go) {
       return;
     page.now = now();
     rounds.load().then(drawJump);
+    weights.load().then(drawJump);
     charts.refresh(page, span()).then(drawMetrics);
   }, 5000);
   const open = (each) => {
