@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from atoll.agent.wrapper import RankAttempt
 
-CLOSE_S = 5.0  # for stacks that are on their way to a store when the rank has ended
+CLOSE_S = 5.0  # for what is on its way to a store when the rank has ended
 
 
 class Inspector:
@@ -40,6 +40,7 @@ class Inspector:
         self._command: process.Command | None = None
         self._turn = threading.Lock()  # forked children share the file of their dumps
         self._keeping: threading.Thread | None = None
+        self._answering: threading.Thread | None = None
         self._is_idle = False
         # What was asked before this attempt began is not meant for it.
         self._answered = ((attempt.desired or {}).get("request") or {}).get("id")
@@ -63,9 +64,11 @@ class Inspector:
         self._command = command
 
     def close(self) -> None:
-        """Waits for stacks that are still being stored."""
-        if self._keeping is not None:
-            self._keeping.join(CLOSE_S)
+        """Waits for what is on its way to a store: stacks, and the last answer."""
+        deadline = time.monotonic() + CLOSE_S
+        for thread in (self._keeping, self._answering):
+            if thread is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
         with contextlib.suppress(OSError):
             os.unlink(self._folder + "/control")
         with contextlib.suppress(OSError):
@@ -74,10 +77,11 @@ class Inspector:
     def keep(self, cause: str, *, can_continue: bool = False) -> threading.Event:
         """Takes the stacks in a thread, and stores them. The event: they are taken."""
         taken = threading.Event()
-        self._keeping = threading.Thread(
+        keeping = threading.Thread(
             target=self._keep, args=[cause, can_continue, taken], daemon=True
         )
-        self._keeping.start()
+        keeping.start()
+        self._keeping = keeping
         return taken
 
     def note_idle(self, idle_s: float | None, limit_s: float | None) -> None:
@@ -95,7 +99,9 @@ class Inspector:
         ranks, own = request["ranks"], self._attempt.rank
         is_meant = own in ranks if ranks is not None else own not in request.get("without", ())
         if is_meant and self._command is not None:
-            threading.Thread(target=self._answer, args=[request], daemon=True).start()
+            answering = threading.Thread(target=self._answer, args=[request], daemon=True)
+            answering.start()
+            self._answering = answering
 
     def _answer(self, request: dict[str, Any]) -> None:
         assert self._command is not None

@@ -608,6 +608,10 @@ def run(attempt: RankAttempt) -> int:
         stack = ["no stacks: " + stop_policy.no_stacks]
     if stack:
         record["stack"] = stack
+    # Who reads how it ended finds its stacks, and who sent the signal that ended it an answer. A
+    # backend that ends it waits for neither.
+    if not command.signalled:
+        own.close()
     if not watch.is_concluded:
         attempt.end(record)
     leave_note(launch, record)

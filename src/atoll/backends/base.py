@@ -20,7 +20,9 @@ from msgspec import Meta
 
 from atoll import agent
 from atoll.agent.bucket import Bucket
+from atoll.agent.inspector import CLOSE_S
 from atoll.agent.metric_sinks import METRICS
+from atoll.agent.process import STACKS_S
 from atoll.agent.wrapper import Folder
 from atoll.backends.folder_logs import FolderLogs
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankLayout
@@ -388,11 +390,12 @@ def wrapper_command(training: Training, key: AttemptKey, options: StoreOptions) 
 
 
 def timing_of(poll_s: float) -> Timing:
-    """A heartbeat comes with every fifth poll; a wrapper that misses three of them is lost."""
+    """A heartbeat comes with every fifth poll; a wrapper that misses three of them is lost. One
+    that stops its rank has the time to take its stacks and to store them."""
     return Timing(
         observe_s=poll_s,
         settle_s=0.5 + 2 * poll_s,
         heartbeat_timeout_s=1.0 + 17 * poll_s,
         cause_wait_s=0.5 + 2 * poll_s,
-        stop_wait_s=1.0 + 4 * poll_s,
+        stop_wait_s=STACKS_S + CLOSE_S + 4 * poll_s,
     )

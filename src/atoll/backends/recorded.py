@@ -68,6 +68,7 @@ from atoll.core.status import DesiredState, Followup, Observation, RankStatus, T
 TAIL_S = 5.0  # how long the executor looks for the last lines of a rank whose exit it writes
 # Of a shared training: its spec, and why it was stopped, for the processes that follow it.
 TRAINING, CAUSE = "training", "cause"
+HAS_ENDED: Json = {"reason": "it has ended"}  # in place of an answer
 ANSWER_S = 10.0  # for a dump on a starved machine: py-spy alone has 5 s a process
 LAUNCH_PREFIX = "replicas-"  # of the name of a launch, before its uid
 RELIST_LOOKS = 5  # the backend is asked at least so often, whatever the records say
@@ -280,8 +281,11 @@ class RecordedBackend(Executor):
         ]
 
     async def kill(self, training: Training, rank: RankStatus, number: int) -> None:
-        if not await self._request(training, [rank], signal=number):
+        answer = (await self._request(training, [rank], signal=number)).get(rank.rank)
+        if answer is None:
             raise Temporary(f"rank {rank.rank} of {training.name!r}: {self._no_answer()}")
+        if answer == HAS_ENDED:
+            raise Conflict(f"rank {rank.rank} of {training.name!r} does not run: it has ended")
 
     async def stored_stacks(self, training: Training) -> list[dict[str, Any]]:
         return await asyncio.to_thread(read_stacks, self.result_store(training))
@@ -292,7 +296,7 @@ class RecordedBackend(Executor):
         """What the wrappers of these ranks answer, by rank, as far as they do in time. One request
         of a training at a time: a second one would take the place of the first."""
         store = self.record_store_of(training)
-        waiting = {name_of(one.rank, one.attempt, ANSWER): one.rank for one in ranks}
+        waiting = {name_of(one.rank, one.attempt, ANSWER): one for one in ranks}
         answers: dict[int, Json] = {}
         async with self._requests.setdefault(training.uid, asyncio.Lock()):
             await asyncio.to_thread(store.delete, list(waiting))
@@ -305,10 +309,15 @@ class RecordedBackend(Executor):
             while waiting and time.monotonic() < deadline:
                 await asyncio.sleep(min(self.timing.observe_s, 0.5) / 2)
                 entries = await asyncio.to_thread(store.entries)
-                for name in [name for name in waiting if name in entries]:
+                for name, one in list(waiting.items()):
+                    has_ended = name_of(one.rank, one.attempt, EXIT) in entries
+                    if not has_ended and name not in entries:
+                        continue
                     answer = await asyncio.to_thread(read, store, name)
                     if answer is not None and answer.pop("id") == id:
-                        answers[waiting.pop(name)] = answer
+                        answers[waiting.pop(name).rank] = answer
+                    elif has_ended:
+                        answers[waiting.pop(name).rank] = HAS_ENDED
         return answers
 
     async def _ask(self, training: Training, ranks: list[int] | None, **request: Any) -> str:

@@ -87,7 +87,7 @@ class Timing(NamedTuple):
     settle_s: float = 2.5  # for a record of what the backend says has ended: NFS caches for 1 to 2
     heartbeat_timeout_s: float = 20.0  # then the executor writes the exit
     cause_wait_s: float = 10.0  # for the backend to name why a rank was killed
-    stop_wait_s: float = 5.0  # after the grace; then the backend is asked to end it
+    stop_wait_s: float = 10.0  # after the grace, which stacks need; then the backend is to end it
 
 
 class Ages(NamedTuple):

@@ -434,3 +434,55 @@ if [ $RANK = 0 ]; then echo ping; until_other pong; echo end; else until_other p
 def test_times_are_noted_as_they_are_read(tmp_path: Path) -> None:
     assert OutputTimes.PAIR.format == PAIR.format
     assert times_path(tmp_path, 0).name == TIMES_FILE
+
+
+DEAF = "trap '' TERM; : > $OUT.up; while :; do sleep 0.1; done"
+SLOW_STORE = """
+import os, sys, threading
+from atoll.agent import wrapper
+
+ended = threading.Event()
+put, end = wrapper.Folder.put, wrapper.RankAttempt.end
+
+def slow_put(self, name, data):
+    if name.endswith((".stacks", ".answer")):
+        ended.wait(1.0)
+    put(self, name, data)
+
+def watched_end(self, record):
+    with open(os.environ["OUT"], "w") as file:
+        file.write(" ".join(os.listdir(os.environ["RESULTS"])))
+    ended.set()
+    return end(self, record)
+
+wrapper.Folder.put, wrapper.RankAttempt.end = slow_put, watched_end
+sys.exit(wrapper.main(sys.argv[1:]))
+"""
+
+
+def start_with_slow_store(gang: Gang, folder: Path) -> None:
+    """Rank 1, which ignores SIGTERM; what `folder` holds as its exit is written is in `gang.out`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_STORE, str(gang.folder), "1", "0", "--host", "node7"],
+        env={**os.environ, "OUT": str(gang.out), "RESULTS": str(folder)},
+    )
+    gang.started.append(process)
+    until(Path(f"{gang.out}.up").exists)
+
+
+def test_who_reads_that_a_rank_was_killed_finds_its_stacks(gang: Gang, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    gang.launch(DEAF, stop_grace_s=0.1, results=str(results))
+    start_with_slow_store(gang, results)
+    gang.desired(size=0)
+    until(gang.record)
+    assert gang.out.read_text() == "1.0.stacks"
+
+
+def test_who_sends_the_signal_that_ends_a_rank_has_an_answer(gang: Gang) -> None:
+    gang.launch(DEAF)
+    start_with_slow_store(gang, gang.folder)
+    gang.desired(size=3, request={"id": "a", "ranks": [1], "signal": signal.SIGUSR1})
+    until(gang.record)
+    assert "1.0.answer" in gang.out.read_text().split()

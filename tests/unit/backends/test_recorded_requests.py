@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.core.errors import Temporary
+from atoll.core.errors import Conflict, Temporary
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.stacks import fold
 from atoll.core.status import DesiredState, Exit, Observation, RankStatus, Status, Training
@@ -229,3 +229,15 @@ async def test_ranks_without_the_hook_say_what_to_do(gang: Gang) -> None:
     (one,) = await gang.backend.take_stacks(gang.training, ranks)
     process = one["processes"][0]
     assert process["threads"] or "install py-spy" in process["reason"]
+
+
+@played
+async def test_a_rank_that_ended_before_it_was_asked_is_not_waited_for(gang: Gang) -> None:
+    await gang.start("while not os.path.exists('go'): time.sleep(0.01)")
+    (gang.folder / "go").touch()
+    await gang.ended()
+    rank = RankStatus(rank=0, attempt=0, phase="Running")  # as somebody saw it before
+    with pytest.raises(Conflict, match="rank 0 of 't' does not run: it has ended"):
+        await gang.backend.kill(gang.training, rank, 10)
+    (one,) = await gang.backend.take_stacks(gang.training, [rank])
+    assert one["reason"] == "it has ended"

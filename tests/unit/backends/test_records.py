@@ -223,7 +223,7 @@ def test_what_the_backend_gave_up_by_itself_is_asked_for_again() -> None:
 
 
 def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
-    shrunk = desired(1, at=NOW - 15.0)
+    shrunk = desired(1, at=NOW - 10.0 - TIMING.stop_wait_s)
     patient = training(stop_grace_s=10.1)
     view = observed({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=patient)
     assert (only(view).is_stopping, stopped(view)) == (True, [])
