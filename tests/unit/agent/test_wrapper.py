@@ -461,7 +461,7 @@ sys.exit(wrapper.main(sys.argv[1:]))
 
 
 def start_with_slow_store(gang: Gang, folder: Path) -> None:
-    """Rank 1, which ignores SIGTERM; what `folder` holds as its exit is written is in `gang.out`."""
+    """Rank 1, deaf to SIGTERM. `gang.out` tells what `folder` holds as its exit is written."""
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_STORE, str(gang.folder), "1", "0", "--host", "node7"],
         env={**os.environ, "OUT": str(gang.out), "RESULTS": str(folder)},
