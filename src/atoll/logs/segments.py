@@ -34,7 +34,8 @@ _open: OrderedDict[Path, int] = OrderedDict()
 
 
 class LogWriter:
-    """The log of one rank. On a full disk output is dropped, and the rank is never blocked."""
+    """The log of one rank. On a full disk output is lost, and the rank is never blocked: a line of
+    atoll's own says where, as soon as there is room for it."""
 
     def __init__(
         self,
@@ -51,10 +52,12 @@ class LogWriter:
         self._file: int | None = None
         self._start = self._size = 0
         self._last = b""  # the last byte written
+        self._lost = 0  # bytes that no line tells yet
         with contextlib.suppress(OSError):
             self._begin()
 
     def write(self, data: bytes) -> None:
+        written = 0
         with contextlib.suppress(OSError):
             if self._file is None:
                 self._begin()
@@ -64,12 +67,25 @@ class LogWriter:
                 self._rotate(self._file)
             if self._file is not None:
                 self._stamp()
-                self._put(self._file, data)
+                self._tell_lost(self._file)
+                written = self._put(self._file, data)
+        self._lost += len(data) - written
 
-    def _put(self, file: int, data: bytes) -> None:
+    def _tell_lost(self, file: int) -> None:
+        if self._lost:
+            line = (
+                f"[atoll: {self._lost:,} bytes of this log were lost here: they could not be "
+                "written, as on a full disk]\n"
+            )
+            text = b"\n" * (self._last not in (b"", b"\n")) + line.encode()
+            if self._put(file, text) == len(text):
+                self._lost = 0
+
+    def _put(self, file: int, data: bytes) -> int:
         written = os.write(file, data)
         self._size += written
         self._last = data[:written][-1:] or self._last
+        return written
 
     def _stamp(self) -> None:
         """Writes the time first: a reader of what follows finds it."""
@@ -84,6 +100,8 @@ class LogWriter:
     def close(self) -> None:
         close_times(times_path(self._folder, self._start))
         if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._tell_lost(self._file)
             os.close(self._file)
 
     def _begin(self) -> None:

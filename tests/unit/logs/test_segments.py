@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 
@@ -94,3 +95,33 @@ def test_a_tail_is_the_last_lines(
     expected = text.splitlines()[-wanted:] if wanted else []
     data, _ = read_log(folder, tail_offset(folder, wanted))
     assert data.decode().splitlines() == expected
+
+
+def test_what_a_full_disk_did_not_take_is_told_where_it_is_missing(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "0")
+    writer.write(b"first\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))  # this write ends within a line
+    try:
+        writer.write(b"x" * 100 + b"\n")
+        writer.write(b"lost\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.write(b"last\n")
+    first, cut, told, last = read_log(tmp_path / "0", 0)[0].decode().splitlines()
+    assert (first, cut, last) == ("first", "x" * 58, "last")
+    assert told.startswith(f"[atoll: {100 + 1 - 58 + 5} bytes of this log were lost here:")
+    assert log_end(tmp_path / "0") == sum(map(len, (first, cut, told, last))) + 4
+
+
+def test_a_loss_at_the_end_is_told_as_the_log_is_closed(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "0")
+    writer.write(b"first\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))
+    try:
+        writer.write(b"END\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.close()
+    assert b"4 bytes of this log were lost" in read_log(tmp_path / "0", 0)[0]
