@@ -36,6 +36,7 @@ MAX_PROCESSES = 32  # of a rank: eight GPUs with three data loaders each
 MAX_THREADS, MAX_FRAMES, MAX_CODE = 64, 64, 120
 DUMP_S = 1.0  # a dump takes a millisecond of CPU; a starved machine needs its turn for that
 PY_SPY_S = 5.0  # it reads symbols first: 0.1 to 1 s on a quiet machine
+STARTING_S = 5.0  # a Python comes to the hook within 20 ms, and a starved machine takes longer
 STABLE_S = 0.03  # without growth, after which a dump is complete
 
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call")
@@ -153,6 +154,8 @@ def _main_first(threads: list[Json]) -> list[Json]:
 def _by_signal(pid: int, *, is_stopped: bool) -> Any:
     """Has the process dump its own stacks. Forked children share the file: one at a time."""
     if not _catches(pid):
+        if _is_starting(pid):
+            return [], "it has just been started, and Python has not yet run atoll's hook"
         return [], f"it is no Python with atoll's hook: {INSTALL} to see other Pythons"
     memory = _memory_of(pid)
     if memory is None:
@@ -183,6 +186,17 @@ def _catches(pid: int) -> bool:
         for line in file:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+    return False
+
+
+def _is_starting(pid: int) -> bool:
+    """Whether it is a Python that may still come to the hook."""
+    with contextlib.suppress(OSError, IndexError):
+        if not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python"):
+            return False
+        with open(f"/proc/{pid}/stat", errors="replace") as stat, open("/proc/uptime") as uptime:
+            started_s = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+            return float(uptime.read().split()[0]) - started_s < STARTING_S
     return False
 
 
