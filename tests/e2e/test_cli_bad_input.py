@@ -42,7 +42,10 @@ BAD = [
     (("run", "--bench", "always", "--", "true"), "expected 'off' or 'on-start'"),
     (("run", "--cpu", "lots", "--", "true"), "expected a quantity such as '2', '500m', '4Gi'"),
     (("run", "--gpus", "-1", "--", "true"), "-1 is not in the range 0<=x<=1024"),
-    (("run", "-e", "1X=2", "--", "true"), "env: '1X' is not valid"),
+    (("run", "-e", "1X=2", "--", "true"), "--env: '1X' is not valid"),
+    (("run", "--pip", " ", "--", "true"), "--pip[0]: ' ' is not valid: expected a package"),
+    (("limits", "--cpu", "many"), "--cpu: 'many' is not valid: expected a quantity"),
+    (("limits", "--memory", "0"), "--memory: '0' is not valid: expected more than 0"),
     (
         ("run", "-e", "NOT_SET_HERE", "--", "true"),
         "expected K=V, or the name or pattern of variables that are set here",

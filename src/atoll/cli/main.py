@@ -206,7 +206,18 @@ def report_misuse(error: click.ClickException) -> int:
     return USAGE
 
 
+def option_names() -> dict[str, str]:
+    """Options of the command that runs, by the field that each sets: `--cpu` for `cpu`."""
+    command = app.get_command(click.Context(app), sys.argv[1]) if sys.argv[1:] else None
+    options = {flag for each in (command.params if command else ()) for flag in each.opts}
+    return {flag.removeprefix("--"): flag for flag in options if flag.startswith("--")}
+
+
 def report_error(error: AtollError) -> int:
+    if isinstance(error, ValidationError):
+        from atoll.core.problem import rename_fields
+
+        error = rename_fields(error, option_names())
     text = str(error).replace("\n", "; ")
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
     if isinstance(error, Temporary) and error.__cause__ is None:

@@ -145,7 +145,8 @@ def _enter(
             ready = [fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
             if ended not in ready:
                 child.kill()
-                print_note(f"rank {target.rank} has ended" if ready else "it took too long")
+                late = f"{command[0]} was killed after {timeout or 0:g} s"
+                print_note(f"rank {target.rank} has ended" if ready else late)
             code = child.wait()
     return TIMED_OUT if not ready else 128 - code if code < 0 else code
 

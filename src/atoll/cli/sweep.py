@@ -37,7 +37,8 @@ def sweep_parameters() -> list[click.Parameter]:
             multiple=True,
             help="Values to try: lr=0.1,0.3 tries each with each of the others; with --samples "
             "also ranges: lr=1e-4..1e-1:log, width=32..256. The script gets --lr=0.1, or the "
-            "value in place of {lr}. true is --lr, false is nothing.",
+            "value in place of {lr}. true is --lr, false is nothing; in place of {lr}, they are "
+            "True and False.",
         ),
         HeadedOption(
             ["--from", "path"],

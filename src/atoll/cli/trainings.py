@@ -491,7 +491,7 @@ def rm(names: tuple[str, ...], is_finished: bool, is_forced: bool, is_json: bool
     On a terminal it asks before it stops one that runs; elsewhere that takes --force.
     """
     if bool(names) == is_finished:
-        raise ValidationError("names", list(names) or None, "give names, or --finished")
+        raise click.UsageError("give names, or --finished")
     client = Client()
     trainings = [t for t in client.list() if t.last.status.phase.is_terminal] if is_finished else []
     for name in names:

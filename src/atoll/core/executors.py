@@ -12,7 +12,7 @@ from atoll.core.checks import check_bounds
 from atoll.core.errors import Permanent, ValidationError, to_install
 from atoll.core.model import Model, SpecModel
 from atoll.core.phase import ConditionType
-from atoll.core.text import check_quantity, format_bytes
+from atoll.core.text import check_quantity, format_bytes, parse_quantity
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
@@ -74,7 +74,10 @@ class Limits(SpecModel, frozen=True):
     def __post_init__(self) -> None:
         check_bounds(self)
         for field in ("cpu", "memory"):
-            check_quantity(field, getattr(self, field))
+            text = getattr(self, field)
+            check_quantity(field, text)
+            if text is not None and parse_quantity(text) == 0:
+                raise ValidationError(field, text, "expected more than 0: else nothing can start")
 
 
 class ExecutorStatus(Model, frozen=True):

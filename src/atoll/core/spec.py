@@ -371,6 +371,10 @@ class TrainingSpec(SpecModel, frozen=True):
                 raise ValidationError("command", self.command, "expected a program to run")
         check_strings("args", self.args)
         check_strings("pip_packages", self.pip_packages)
+        for at, package in enumerate(self.pip_packages):
+            if not package.strip():
+                expected = "expected a package, such as 'einops' or 'einops==0.8.1'"
+                raise ValidationError(f"pip_packages[{at}]", package, expected)
         for field in ("image", "working_dir"):
             value = getattr(self, field)
             if value is not None and (not value or not is_text(value)):

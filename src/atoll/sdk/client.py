@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Unpack
 
-from atoll.core.errors import BelowMinimumWorld, NotFound
+from atoll.core.errors import BelowMinimumWorld, Conflict, NotFound
 from atoll.core.executors import ExecutorStatus, Limits
 from atoll.core.html import HtmlList, trainings_html
 from atoll.core.settings import Setting, name_label
@@ -166,11 +166,18 @@ class Client:
     def _deploy(self, name: str, options: Mapping[str, Any]) -> Flow[DistributedTraining]:
         (spec, pack), (goal, limit_s) = resolve_training(name, options), wait_of(options)
         key = uuid.uuid4().hex
-        if options.get("replace"):
+        does_replace = bool(options.get("replace"))
+        if does_replace:
             yield from self._remove(spec.name)
-        training = DistributedTraining(
-            self, (yield from flows.deploy(spec, self._local_fields(spec), key, pack))
-        )
+        while True:
+            try:
+                stored = yield from flows.deploy(spec, self._local_fields(spec), key, pack)
+                break
+            except Conflict:
+                # One that was stored since then is replaced, too.
+                if not does_replace or not (yield from self._remove(spec.name)):
+                    raise
+        training = DistributedTraining(self, stored)
         try:
             if goal is not None:
                 yield from training._wait(flows.WAITS[goal], limit_s)
@@ -182,12 +189,14 @@ class Client:
             raise
         return training
 
-    def _remove(self, name: str) -> Flow[None]:
+    def _remove(self, name: str) -> Flow[bool]:
+        """Whether there was one of this name."""
         try:
             training = yield from flows.get(name)
         except NotFound:
-            return
+            return False
         yield from flows.delete(flows.TrainingRef(name, training.uid), DELETE_S)
+        return True
 
     def map(
         self,

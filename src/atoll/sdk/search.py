@@ -171,8 +171,8 @@ def render_command(command: Sequence[str], settings: Mapping[str, Setting]) -> l
 
 
 def _argument(value: Setting) -> str:
-    """With all digits, and 10.0 as a float: some parsers refuse 10 where they expect one."""
-    return repr(value) if type(value) is float else setting_text(value)
+    """As Python writes it: all digits, 10.0 for parsers that refuse 10, True for literal_eval."""
+    return str(value)
 
 
 def setting_names(stem: str, all_settings: Sequence[Mapping[str, Setting]]) -> list[str]:

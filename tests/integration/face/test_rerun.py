@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_a_cell_that_runs_again_replaces_its_training(client: atoll.Client) -> N
     new.wait_until_complete(60)
     assert new.phase == "succeeded"
     assert [t.uid for t in client.list()] == [new.uid] != [running.uid]
+
+
+def test_cells_that_run_at_once_replace_each_other(client: atoll.Client) -> None:
+    def deploy(_: int) -> str:
+        return client.deploy_distributed("cell", command=["sleep", "100"], replace=True).uid
+
+    with ThreadPoolExecutor(4) as threads:
+        uids = list(threads.map(deploy, range(4)))
+    assert len(set(uids)) == 4
+    assert [t.uid for t in client.list()] in [[uid] for uid in uids]
 
 
 def test_what_is_gone_is_named(client: atoll.Client, tmp_path: Path) -> None:

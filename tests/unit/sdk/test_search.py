@@ -91,6 +91,7 @@ def test_a_file_that_has_no_settings_is_refused_by_name(path: str, text: str) ->
         ("t.py x={x}", {"x": 1 / 3, "lr": 2 / 3}, f"t.py x={1 / 3!r} --lr={2 / 3!r}"),
         ("t.py", {"fast": True, "slow": False}, "t.py --fast"),
         ("t.py lr={lr} --c x{lr}y", {"lr": 0.1, "n": 1}, "t.py lr=0.1 --c x0.1y --n=1"),
+        ("t.py --a={a} b={b}", {"a": True, "b": False}, "t.py --a=True b=False"),
     ],
 )
 def test_settings_become_arguments(command: str, settings: Any, rendered: str) -> None:
