@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.round.replica import SIZE
 
 from atoll.diloco.codecs import Codec, get_codec
 from atoll.diloco.round import objects
-from atoll.diloco.round.cells import Cut, offsets, place_of, table_size, unpack_table
+from atoll.diloco.round.cells import Cut, Share, place_of, table_size, unpack_table
 from atoll.diloco.round.objects import Manifest, Member
 from atoll.objectstore import ObjectStore
 
@@ -132,10 +133,10 @@ def _read_upload(store: ObjectStore, member: Member, cut: Cut, codec: Codec) -> 
     data, at = store.get(f"run/{member.upload}"), 0
     row = np.empty(cut.size, np.float32)
     for shard in range(cut.shards):
-        numbers = cut.span(shard)
+        numbers = Share(cut).cells_of(shard)
         head = data[at : at + table_size(len(numbers))]
         table = unpack_table(place_of(member.upload, str(shard)), head, len(numbers))
-        starts = offsets([at + head.nbytes, *table.lengths])[1:]
+        starts = [*accumulate(table.lengths, initial=at + head.nbytes)]
         for number, start, length in zip(numbers, starts, table.lengths, strict=False):
             part = slice(cut.bounds[number], cut.bounds[number + 1])
             row[part] = codec.decode(data[start : start + length], cut.sizes[number])

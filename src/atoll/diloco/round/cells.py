@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from copy import copy
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -132,12 +132,6 @@ class Cut:
         """How many values each cell has."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
-    def span(self, shard: int, process: int = 0, processes: int = 1) -> range:
-        """The cells of a shard that a process carries: as `Manifest.span` has it."""
-        count = self.per_shard
-        first, stop = count * process // processes, count * (process + 1) // processes
-        return range(shard, self.cells, self.shards)[first:stop]
-
 
 def cells_per_shard(shard_size: int, codecs: Sequence[Codec]) -> int:
     """Enough cells for many processes; each so large that its head and table row do not count."""
@@ -204,11 +198,6 @@ def overlap(ours: range, theirs: range) -> range:
     """The cells in both; each is a run of cells of the same shard."""
     start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
     return range(start, max(start, stop), ours.step)
-
-
-def offsets(lengths: Sequence[int]) -> list[int]:
-    """Where each of some parts begins that follow each other, and at last where they end."""
-    return list(accumulate(lengths, initial=0))
 
 
 # -- Bytes ----------------------------------------------------------------------------------------
@@ -332,10 +321,11 @@ class CellReader:
         head = memoryview(bytearray(size))
         table = unpack_table(self._place, head[: self._reader.fill(head)], self._count)
         if not self._is_all:
-            ends = offsets(table.lengths)
-            start, stop = first + ends[self._wanted.start], first + ends[self._wanted.stop]
+            start = first + sum(table.lengths[: self._wanted.start])
             self._reader.close()
-            self._reader = self._store.reader(self._key, start, stop)
+            self._reader = self._store.reader(
+                self._key, start, start + sum(table.lengths[self._wanted])
+            )
         self._table = CellTable(table.lengths[self._wanted], table.checksums[self._wanted])
         return self._table
 
@@ -403,7 +393,12 @@ class BadInput(Exception):
 
 
 class MemberInputs:
-    """The values of some members for some cells of a shard, in the members' order."""
+    """The values of some members for some cells of a shard, in the members' order.
+
+    An upload may lie in the parts of several processes, and what this replica has uploaded is in
+    memory. A file is read when it is added, so it is in the cache, and takes one row of memory.
+    Over a network all members are asked at once, and for the next cell while one is added.
+    """
 
     def __init__(
         self,
@@ -415,146 +410,107 @@ class MemberInputs:
         *,
         is_memory: bool = True,
     ) -> None:
-        self._values = values
+        self._values, self._manifest = values, manifest
         self._fragment = fragment = values.fragment(manifest.round)
         self._members, self._numbers = members, numbers
-        self._reads: list[Future[None]] = []
-        self._cut = cut = values.share(manifest).cut
-        largest = max((cut.sizes[cell] for cell in numbers), default=0)
+        self._cut, (self._codec, _) = values.share(manifest).cut, values.codecs(manifest)
+        largest = max((self._cut.sizes[cell] for cell in numbers), default=0)
         is_carried = is_memory and all(each in fragment.share.cells for each in numbers)
         is_here = is_carried and name not in fragment.overwritten
-        codec, _ = values.codecs(manifest)
         self._readers = {
-            member.rank: _MemberReader(values, codec, cut, member, numbers)
+            member.rank: self._find_parts(member)
             for member in members
             if not (is_here and member.upload in fragment.uploads)
         }
-        # Over a network all members are asked at once, and the next cell while one is added.
         self._is_ahead = bool(self._readers) and not values.store.is_folder
         rows = 2 * len(self._readers) if self._is_ahead else min(1, len(self._readers))
         self._buffers = [np.empty(largest, np.float32) for _ in range(rows)]
+        self._asked: dict[int, tuple[Vector, Future[None]]] = {}  # of the cell that comes next
 
-    def cells(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        """Each cell, and the members' values of it. Raises BadInput, there or while they come."""
-        return self._cells_ahead() if self._is_ahead else self._cells_in_turn()
-
-    def close(self) -> None:
-        for read in self._reads:  # one that went on would write into memory that others have
-            read.cancel()
-            if not read.cancelled():
-                read.exception()
-        for reader in self._readers.values():
-            reader.close()
-
-    def _cells_in_turn(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        """A file is read when it is added, so it is in the cache, and takes one row of memory."""
-
-        def read(cell: int) -> Iterator[Vector]:
-            size = self._cut.sizes[cell]
-            for member in self._members:
-                reader = self._readers.get(member.rank)
-                if reader is None:
-                    yield self._values.own_cell(self._fragment, cell)
-                else:
-                    out = self._buffers[0][:size]
-                    reader.read(cell, out)
-                    yield out
-
-        for cell in self._numbers:
-            yield cell, read(cell)
-
-    def _cells_ahead(self) -> Iterator[tuple[int, Iterator[Vector]]]:
-        ranks, cut = list(self._readers), self._cut
-
-        def begin(turn: int) -> dict[int, Vector]:
-            cell, first = self._numbers[turn], turn % 2 * len(ranks)
-            size = cut.sizes[cell]
-            rows = {rank: self._buffers[first + at][:size] for at, rank in enumerate(ranks)}
-            self._reads = [
-                self._values.pool.submit(self._readers[rank].read, cell, rows[rank])
-                for rank in ranks
-            ]
-            return rows
-
-        rows = begin(0) if self._numbers else {}
-        for turn, cell in enumerate(self._numbers):
-            for read in self._reads:
-                read.result()
-            ready = rows
-            if turn + 1 < len(self._numbers):
-                rows = begin(turn + 1)
-            yield (
-                cell,
-                iter(
-                    ready[member.rank]
-                    if member.rank in ready
-                    else self._values.own_cell(self._fragment, cell)
-                    for member in self._members
-                ),
-            )
-
-
-class _MemberReader:
-    """The cells of one member's upload, which may lie in the parts of several processes."""
-
-    def __init__(
-        self, values: ReplicaValues, codec: Codec, cut: Cut, member: Member, numbers: range
-    ) -> None:
-        self._codec, self._rank = codec, member.rank
-        self._parts: list[tuple[range, CellReader]] = []
-        if not numbers:
-            return
-        shard = numbers[0] % cut.shards
-        for process in range(member.processes):
-            theirs = cut.span(shard, process, member.processes)
-            common = overlap(numbers, theirs)
-            if not common:
+    def _find_parts(self, member: Member) -> list[tuple[range, CellReader]]:
+        """Where the cells of one member are: one request for each process that carries some."""
+        values, numbers, parts = self._values, self._numbers, []
+        for process in range(member.processes if numbers else 0):
+            shard = numbers[0] % self._cut.shards
+            theirs = self._manifest.span(shard, process, member.processes)
+            if not (common := overlap(numbers, theirs)):
                 continue
             key = member.upload
             if member.processes > 1:
                 key = objects.part_key(key, process)
-            lengths = _section_lengths(codec, cut, member, process)
-            starts = offsets(lengths)
             first = theirs.index(common.start)
-            self._parts.append(
-                (
-                    common,
-                    CellReader(
-                        *(values.store, values.key(key), place_of(key, str(shard))),
-                        *(len(theirs), slice(first, first + len(common))),
-                        *(starts[shard], starts[shard + 1]),
-                    ),
-                )
+            reader = CellReader(
+                *(values.store, values.key(key), place_of(key, str(shard))),
+                *(len(theirs), slice(first, first + len(common))),
+                *self._find_section(member, process, shard),
             )
+            parts.append((common, reader))
+        return parts
 
-    def read(self, cell: int, out: Vector) -> None:
+    def _find_section(self, member: Member, process: int, shard: int) -> tuple[int, int]:
+        """Where the section of a shard begins and ends in an upload, or in a process's part."""
+        found = member.sections
+        lengths: Sequence[int] = found[process] if process < len(found) else ()
+        if is_plain(self._codec):
+            sizes, lengths = self._cut.sizes, []
+            for each in range(shard + 1):
+                cells = self._manifest.span(each, process, member.processes)
+                size = 4 * sum(sizes[cell] for cell in cells)
+                lengths.append(table_size(len(cells)) + size if cells else 0)
+        start = sum(lengths[:shard])
+        return start, start + sum(lengths[shard : shard + 1])
+
+    def read(self, cell: int) -> Iterator[Vector]:
+        """The members' values of the next cell. Raises BadInput."""
+        ready = self._take_asked(cell) if self._is_ahead else {}
+        for member in self._members:
+            if member.rank not in self._readers:
+                yield self._values.own_cell(self._fragment, cell)
+            elif self._is_ahead:
+                yield ready[member.rank]
+            else:
+                out = self._buffers[0][: self._cut.sizes[cell]]
+                self._read(member.rank, cell, out)
+                yield out
+
+    def _take_asked(self, cell: int) -> dict[int, Vector]:
+        if not self._asked:
+            self._ask(cell)
+        asked = self._asked
+        for _, read in asked.values():
+            read.result()
+        self._asked = {}
+        if cell + self._numbers.step in self._numbers:
+            self._ask(cell + self._numbers.step)
+        return {rank: row for rank, (row, _) in asked.items()}
+
+    def _ask(self, cell: int) -> None:
+        first = self._numbers.index(cell) % 2 * len(self._readers)
+        for at, rank in enumerate(self._readers, first):
+            row = self._buffers[at][: self._cut.sizes[cell]]
+            self._asked[rank] = row, self._values.pool.submit(self._read, rank, cell, row)
+
+    def _read(self, rank: int, cell: int, out: Vector) -> None:
         try:
-            for numbers, reader in self._parts:
+            for numbers, reader in self._readers[rank]:
                 if cell in numbers:
                     reader.read(self._codec, out)
                     return
         except NotFound as problem:
-            raise BadInput(self._rank, str(problem), is_missing=True) from None
+            raise BadInput(rank, str(problem), is_missing=True) from None
         except Damaged as problem:
-            raise BadInput(self._rank, str(problem), is_missing=False) from None
-        raise BadInput(self._rank, f"no process carries cell {cell}", is_missing=False)
+            raise BadInput(rank, str(problem), is_missing=False) from None
+        raise BadInput(rank, f"no process carries cell {cell}", is_missing=False)
 
     def close(self) -> None:
-        for _, reader in self._parts:
-            reader.close()
-
-
-def _section_lengths(codec: Codec, cut: Cut, member: Member, process: int) -> list[int]:
-    """How long the section of each shard is in an upload, or in the part of one process."""
-    if not is_plain(codec):
-        sections = member.sections[process] if process < len(member.sections) else ()
-        return [*sections, *[0] * (cut.shards - len(sections))][: cut.shards]
-    lengths = []
-    for shard in range(cut.shards):
-        numbers = cut.span(shard, process, member.processes)
-        size = 4 * sum(cut.sizes[cell] for cell in numbers)
-        lengths.append(table_size(len(numbers)) + size if numbers else 0)
-    return lengths
+        for _, read in self._asked.values():
+            # One that went on would write into memory that others have.
+            read.cancel()
+            if not read.cancelled():
+                read.exception()
+        for parts in self._readers.values():
+            for _, reader in parts:
+                reader.close()
 
 
 class WeightedMean:

@@ -422,13 +422,13 @@ class ReplicaValues:
         with closing(MemberInputs(self, manifest, name, members, numbers)) as inputs:
             if is_in_row:
                 fragment.overwritten.add(name)
-            for cell, parts in inputs.cells():
+            for cell in numbers:
                 size = share.cut.sizes[cell]
                 if is_in_row:
-                    mean.write(parts, fragment.row[share.slices[cell]])
+                    mean.write(inputs.read(cell), fragment.row[share.slices[cell]])
                     continue
                 out = np.empty(size, np.float32)
-                mean.write(parts, out)
+                mean.write(inputs.read(cell), out)
                 encoded.append(encode_cell(mean_codec, out))
                 if is_own and cell in carried and not mean_codec.is_exact:
                     stored = mean_codec.decode(memoryview(encoded[-1]), size)
@@ -561,8 +561,8 @@ class ReplicaValues:
         if self.rank in outcome.excluded:
             try:
                 with closing(MemberInputs(self, manifest, name, [me], numbers)) as inputs:
-                    for cell, parts in inputs.cells():
-                        fragment.row[fragment.share.slices[cell]] = next(iter(parts))
+                    for cell in numbers:
+                        fragment.row[fragment.share.slices[cell]] = next(inputs.read(cell))
             except BadInput as problem:
                 log.warning("rank %d lost what it sent to mean %s: %s", self.rank, name, problem)
                 for cell in numbers:
@@ -639,10 +639,10 @@ class ReplicaValues:
             if first == len(numbers):
                 continue
             with closing(MemberInputs(self, manifest, "", members, numbers[first:])) as inputs:
-                for cell, parts in inputs.cells():
+                for cell in numbers[first:]:
                     at = share.slices[cell].start
                     out = _find_room(fragment, share, cell, buffer)
-                    mean.write(parts, out)
+                    mean.write(inputs.read(cell), out)
                     fragment.outer.step(manifest.round, at, out[share.parts[cell]])
                     direct.count += 1
 
@@ -654,8 +654,8 @@ class ReplicaValues:
             with closing(
                 MemberInputs(self, manifest, "", [member], numbers, is_memory=False)
             ) as inputs:
-                for _, parts in inputs.cells():
-                    for _ in parts:
+                for cell in numbers:
+                    for _ in inputs.read(cell):
                         pass
 
 

@@ -41,11 +41,14 @@ def test_what_two_replicas_have_in_common_of_a_shard_is_one_run_of_cells(
         found: list[int] = []
         for process in range(ours):
             for other in range(theirs):
-                spans = cut.span(shard, process, ours), cut.span(shard, other, theirs)
+                spans = (
+                    Share(cut, process, ours).cells_of(shard),
+                    Share(cut, other, theirs).cells_of(shard),
+                )
                 common = overlap(*spans)
                 assert list(common) == sorted({*spans[0]} & {*spans[1]})
                 found += common
-        assert found == list(cut.span(shard))
+        assert found == list(Share(cut).cells_of(shard))
 
 
 @given(sizes, worlds, processes)
@@ -54,7 +57,8 @@ def test_the_manifest_cuts_as_the_layout_does(size: int, world: int, count: int)
     manifest = Manifest(0, "0" * 32, "flat", cut.shards, cut.cells, world, ())
     for shard in range(world):
         for process in range(count):
-            assert manifest.span(shard, process, count) == cut.span(shard, process, count)
+            share = Share(cut, process, count)
+            assert manifest.span(shard, process, count) == share.cells_of(shard)
 
 
 def layout(*shapes: tuple[int, ...], world: int = 2, codec: str = "fp32") -> RunLayout:

@@ -246,7 +246,7 @@ def test_a_damaged_upload_is_excluded_where_it_is_damaged_and_its_work_stays(
         assert [outcomes[f"{shard:05d}.0"].excluded for shard in range(3)] == [(1,), (), ()]
         world.end(manifest, rank, outcomes)
     in_shard = np.zeros(SIZE, bool)
-    for cell in world.cut.span(0):
+    for cell in Share(world.cut).cells_of(0):
         in_shard[world.cut.bounds[cell] : world.cut.bounds[cell + 1]] = True
     if codec == "fp32":
         without = mean_of([brought[0], brought[2]])
@@ -296,7 +296,7 @@ def test_the_stored_mean_counts_though_another_was_made_here(pool: ThreadPoolExe
     for rank in range(3):
         world.end(manifest, rank, outcomes[rank])
         assert np.array_equal(world.values(rank), world.values(0))
-    shard = [slice(*world.cut.bounds[cell : cell + 2]) for cell in world.cut.span(0)]
+    shard = [slice(*world.cut.bounds[cell : cell + 2]) for cell in Share(world.cut).cells_of(0)]
     for part in shard:
         assert np.array_equal(world.row(0)[part], brought[0][part])
         world.row(0)[part] = 0
