@@ -133,24 +133,7 @@ class ObjectStore:
         a file to its disk, for what a later create names; its name, too, unless that create has its
         folder among those that it comes `after`.
         """
-        pieces, path = _pieces(data), self.path_of(key)
-        size = sum(memoryview(piece).nbytes for piece in pieces)
-        if path is not None:
-            write = partial(files.write_object, path, pieces, is_durable=is_durable)
-            self._write(partial(write, is_name_durable=is_name_durable), size)
-            return
-        data = self._copied(data)
-        options: dict[str, Any] = {"use_multipart": False}
-        seconds = _seconds_for(size)
-        if size > MAX_PUT_BYTES:
-            options = {
-                "use_multipart": True,
-                "chunk_size": PART_BYTES,
-                "max_concurrency": PARTS_IN_FLIGHT,
-            }
-            seconds = _seconds_for(PART_BYTES * PARTS_IN_FLIGHT)
-            self._count(requests=-(-size // PART_BYTES) + 1)  # the parts, their begin and end
-        self._write(partial(obstore.put, self._clients(seconds), key, data, **options), size)
+        self._write(key, data, is_durable=is_durable, is_name_durable=is_name_durable)
 
     def create(
         self,
@@ -167,20 +150,8 @@ class ObjectStore:
         It may be this very call that took it: when an answer gets lost, the retry meets its own
         object. Whoever gets False reads what is there.
         """
-        pieces, path = _pieces(data), self.path_of(key)
-        size = sum(memoryview(piece).nbytes for piece in pieces)
-        if size > MAX_CREATE_BYTES and path is None:
-            raise Permanent(f"{self.uri}: {key} has {size} bytes, at most {MAX_CREATE_BYTES} fit")
         try:
-            if path is not None:
-                before = [f"{self._folder}/{folder}" for folder in after]
-                write = partial(files.write_object, path, pieces, before, is_new=True)
-                write = partial(write, is_durable=True, is_name_durable=is_name_durable)
-                self._write(write, size)
-            else:
-                client, data = self._clients(_seconds_for(size)), self._copied(data)
-                put = partial(obstore.put, client, key, data, mode="create", use_multipart=False)
-                self._write(put, size)
+            self._write(key, data, after, is_new=True, is_name_durable=is_name_durable)
         except _TAKEN:
             return False
         return True
@@ -307,21 +278,63 @@ class ObjectStore:
             return None
         return f"{self._folder}/{key}"
 
-    def _copied(self, data: Buffer | Pieces) -> Buffer | Pieces:
-        """The data, copied where the store would keep the caller's memory as the object."""
-        return b"".join(_pieces(data)) if isinstance(self._reader, MemoryStore) else data
-
     def _count(self, requests: int = 0, up: int = 0, down: int = 0) -> None:
         with self._lock:
             self._traffic.requests += requests
             self._traffic.bytes_up += up
             self._traffic.bytes_down += down
 
-    def _write(self, put: Callable[[], Any], size: int) -> None:
+    def _write(
+        self,
+        key: str,
+        data: Buffer | Pieces,
+        after: Sequence[str] = (),
+        *,
+        is_new: bool = False,
+        is_durable: bool = True,
+        is_name_durable: bool = True,
+    ) -> None:
+        pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+        size = sum(memoryview(piece).nbytes for piece in pieces)
+        path = self.path_of(key)
+        request: Callable[[], object]
+        if path is not None:
+            request = partial(
+                files.write_object,
+                path,
+                pieces,
+                [f"{self._folder}/{folder}" for folder in after],
+                is_new=is_new,
+                is_durable=is_durable,
+                is_name_durable=is_name_durable,
+            )
+        elif is_new and size > MAX_CREATE_BYTES:
+            raise Permanent(f"{self.uri}: {key} has {size} bytes, at most {MAX_CREATE_BYTES} fit")
+        else:
+            request = self._put_request(key, pieces, size, is_new=is_new)
         try:
-            self._ask(put, up=size)
+            self._ask(request, up=size)
         except FileNotFoundError as error:  # a put needs no object, so it is the bucket
             raise Permanent(f"{self.uri}: there is no such bucket: make it first") from error
+
+    def _put_request(
+        self, key: str, pieces: Pieces, size: int, *, is_new: bool
+    ) -> Callable[[], object]:
+        if isinstance(self._reader, MemoryStore):
+            pieces = [b"".join(pieces)]  # it would keep the caller's memory as the object
+        if is_new or size <= MAX_PUT_BYTES:
+            put = partial(obstore.put, self._clients(_seconds_for(size)), key, pieces)
+            return partial(put, mode="create" if is_new else "overwrite", use_multipart=False)
+        self._count(requests=-(-size // PART_BYTES) + 1)  # the parts, their begin and end
+        return partial(
+            obstore.put,
+            self._clients(_seconds_for(PART_BYTES * PARTS_IN_FLIGHT)),
+            key,
+            pieces,
+            use_multipart=True,
+            chunk_size=PART_BYTES,
+            max_concurrency=PARTS_IN_FLIGHT,
+        )
 
     def _ask(
         self,
@@ -451,13 +464,12 @@ class RangeReader:
         if self._stop >= 0:
             return
         try:
-            self._store._ask(self._open_file if self._path is not None else self._request)
+            if self._path is None:
+                self._store._ask(self._request)
+                return
+            self._file = self._store._ask(partial(os.open, self._path, os.O_RDONLY))
         except FileNotFoundError:
             raise NotFound("object", self._key) from None
-
-    def _open_file(self) -> None:
-        assert self._path is not None
-        self._file = os.open(self._path, os.O_RDONLY)
         size = os.fstat(self._file).st_size
         self._stop = size if self._end is None else min(self._end, size)
 
@@ -497,10 +509,6 @@ class RangeReader:
         except FileNotFoundError:
             raise NotFound("object", self._key) from None
         return self._remainder.nbytes > 0
-
-
-def _pieces(data: Buffer | Pieces) -> Pieces:
-    return [data] if isinstance(data, bytes | bytearray | memoryview) else data
 
 
 def _seconds_for(size: int) -> float:

@@ -274,11 +274,6 @@ def encode_cell(codec: Codec, values: Vector) -> Buffer:
     return bytes_of(values) if is_plain(codec) else codec.encode(values)
 
 
-def max_bytes(size: int) -> int:
-    """No codec makes more of so many values."""
-    return MAX_BYTES_PER_VALUE * size + MAX_EXTRA_BYTES
-
-
 class CellReader:
     """The `wanted` of the `count` cells behind a table, read one after the other by one thread.
 
@@ -329,23 +324,18 @@ class CellReader:
         self._table = CellTable(table.lengths[self._wanted], table.checksums[self._wanted])
         return self._table
 
-    def take(self, size: int) -> memoryview:
-        """The bytes of the next cell, which holds so many values. Raises Damaged, NotFound."""
-        length = self.open().lengths[self._at]
-        if length > max_bytes(size):
-            raise Damaged(f"a cell of {length} bytes for {size} values")
-        data = memoryview(np.empty(length, np.uint8))  # type: ignore[arg-type]
-        self._fill(data)
-        return data
-
     def read(self, codec: Codec, out: Vector) -> None:
         """Fill `out` with the values of the next cell. Raises Damaged, NotFound."""
+        length = self.open().lengths[self._at]
         if is_plain(codec):
-            if self.open().lengths[self._at] != out.nbytes:
+            if length != out.nbytes:
                 raise Damaged(f"a cell of other than {out.size} values")
             self._fill(bytes_of(out))
             return
-        data = self.take(out.size)
+        if length > MAX_BYTES_PER_VALUE * out.size + MAX_EXTRA_BYTES:
+            raise Damaged(f"a cell of {length} bytes for {out.size} values")
+        data = memoryview(np.empty(length, np.uint8))  # type: ignore[arg-type]
+        self._fill(data)
         try:
             out[:] = codec.decode(data, out.size)
         except ValueError as error:
