@@ -25,13 +25,13 @@ import numpy as np
 import torch.distributed as dist
 
 from atoll.diloco.codecs import get_codec
+from atoll.diloco.group import ReplicaGroup
 from atoll.diloco.packing import TensorSpec, Vector
 from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.driver import RoundDriver
 from atoll.diloco.round.effects import Offer, RoundConfig
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
-from atoll.diloco.round.replica_group import GlooGroup
 from atoll.objectstore import ObjectStore
 
 SIZE = 50_000
@@ -62,7 +62,7 @@ def live(folder: Path, rank: int, world: int, life: tuple[int, int, int], plan: 
     rounds, codec = int(plan[0]), get_codec(plan[2])
     store = f"file://{folder}/gloo-{rank}-{number}"
     dist.init_process_group("gloo", init_method=store, rank=process, world_size=processes)
-    group = GlooGroup(range(processes), timeout_s=60) if processes > 1 else None
+    group = ReplicaGroup(range(processes), timeout=60) if processes > 1 else None
     nonce = secrets.token_hex(8)
     if group is not None:
         nonce = group.broadcast_from_leader(nonce if process == 0 else None)

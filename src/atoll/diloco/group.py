@@ -1,13 +1,14 @@
-"""The processes of one replica, as its training thread uses them.
+"""The processes of one replica.
 
-They talk through a gloo group of their own: collectives of two threads on one group give wrong sums
-without an error, and rounds may run beside the training (`round.replica_group`).
+They talk through gloo groups of their own, one for the training thread and one for the rounds that
+may run beside it: collectives of two threads on one group give wrong sums without an error.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -27,37 +28,59 @@ MAX_RETAINED = 1 << 22  # values of a slice whose memory is used again
 _END_S = 5.0
 
 
-class OwnGroup:
-    """A gloo group whose threads end before Python does.
+class GroupLost(DistributedError):
+    """A process of this replica is gone, or hangs: the replica has to be started again."""
 
-    They let go of a collective's tensors only after it has returned, and take the GIL for that. A
-    thread that asks for the GIL of a Python that is ending is unwound, which C++ answers with
-    SIGABRT: a process that has trained to its end would count as failed.
+    def __init__(self, problem: BaseException) -> None:
+        super().__init__(f"a process of this replica does not answer: {problem}")
+
+
+class SingleProcess:
+    """A replica of one process."""
+
+    process = 0
+    processes = 1
+
+    def broadcast_from_leader(self, word: Any) -> Any:
+        return word
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def close(self) -> None:
+        pass
+
+
+class ReplicaGroup:
+    """One process of a replica of several, over a gloo group. Used by one thread at a time.
+
+    A failed collective is final, as gloo closes the group: it and all later ones raise GroupLost,
+    and the launcher restarts the whole replica.
+
+    The threads of the group end before Python does. They let go of a collective's tensors only
+    after it has returned, and take the GIL for that. A thread that asks for the GIL of a Python
+    that is ending is unwound, which C++ answers with SIGABRT: a process that has trained to its end
+    would count as failed.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        """Made by all processes together. `ranks` are of the default group, the leader's first."""
         import torch.distributed as dist
 
+        self.ranks = list(ranks)
+        self.process = self.ranks.index(dist.get_rank())
+        self.processes = len(self.ranks)
         # Only the members make it: the default group may be larger than the replica.
         self._group: Any = dist.new_group(
-            list(ranks),
+            self.ranks,
             timeout=timedelta(seconds=timeout),
             backend="gloo",
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            use_local_synchronization=self.processes < dist.get_world_size(),
         )
+        self._problem: Exception | None = None
         self._lock = Lock()
+        self._rooms: dict[str, torch.Tensor] = {}
         atexit.register(self.close)
-
-    def call(self, collective: Callable[..., object], *args: object) -> None:
-        """By one thread at a time. Raises DistributedError once the process is ending."""
-        with self._lock:
-            if self._group is None:
-                raise DistributedError("the process is ending, and its group has ended")
-            try:
-                collective(*args, group=self._group)
-            except BaseException as error:
-                # The frames of torch have the group, which could not end while the error is kept.
-                raise error.with_traceback(None)  # noqa: B904
 
     def close(self) -> None:
         """Wait for the threads of the group, unless a collective on it does not return.
@@ -76,42 +99,36 @@ class OwnGroup:
             dist.destroy_process_group(group)
         # The last reference goes with this frame: the destructor waits for the threads.
 
+    def _call(self, collective: Callable[..., object], *args: object) -> None:
+        with self._lock:
+            if self._group is None:
+                raise GroupLost(DistributedError("the process is ending, and its group has ended"))
+            if self._problem is not None:
+                raise GroupLost(self._problem)
+            try:
+                collective(*args, group=self._group)
+            except BaseException as error:
+                # The frames of torch have the group, which could not end while the error is kept.
+                error.with_traceback(None)
+                if not isinstance(error, Exception):
+                    raise error
+                self._problem = error
+                raise GroupLost(error) from error
 
-class SingleProcess:
-    """A replica of one process."""
-
-    process = 0
-    processes = 1
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def close(self) -> None:
-        pass
-
-
-class TrainingGroup:
-    """One process of a replica of several. Used by one thread at a time."""
-
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
-        """`ranks` of the default group."""
+    def broadcast_from_leader(self, word: Any) -> Any:
+        """The leader's word, in all processes; the others give None."""
         import torch.distributed as dist
 
-        self.ranks = list(ranks)
-        self.process = self.ranks.index(dist.get_rank())
-        self.processes = len(self.ranks)
-        self._group = OwnGroup(self.ranks, timeout)
-        self._rooms: dict[str, torch.Tensor] = {}
-
-    def close(self) -> None:
-        self._group.close()
+        words = [word]
+        self._call(dist.broadcast_object_list, words, self.ranks[0])
+        return words[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in all of them."""
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.processes
-        self._group.call(dist.all_gather_object, values, value)
+        self._call(dist.all_gather_object, values, value)
         return values
 
     def all_to_all(
@@ -130,7 +147,7 @@ class TrainingGroup:
         out, into = self._room("out", sum(counts)), self._room("into", sum(sizes))
         for process, room in enumerate(torch.split(out, list(counts))):
             fill(process, room)
-        self._group.call(dist.all_to_all_single, into, out, list(sizes), list(counts))
+        self._call(dist.all_to_all_single, into, out, list(sizes), list(counts))
         return list(torch.split(into, list(sizes)))
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -142,7 +159,7 @@ class TrainingGroup:
         into = list(torch.split(self._room("into", most * len(sizes)), most))
         padded = self._room("out", most)
         padded[: part.numel()] = part
-        self._group.call(dist.all_gather, into, padded)
+        self._call(dist.all_gather, into, padded)
         return [each[:size] for each, size in zip(into, sizes, strict=True)]
 
     def _room(self, name: str, size: int) -> torch.Tensor:
@@ -157,17 +174,26 @@ class TrainingGroup:
         return room[:size]
 
 
-Processes = SingleProcess | TrainingGroup
+Processes = SingleProcess | ReplicaGroup
 
 
 class _Failure(NamedTuple):
     error: BaseException
 
 
+def portable(error: BaseException) -> BaseException:
+    """The error, if it can be sent to another process; else its text."""
+    if isinstance(error, ValidationError) and not isinstance(error.value, str | int | float | None):
+        error = ValidationError(error.field, repr(error.value), error.expected)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return DistributedError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def gather(group: Processes, work: Callable[[], T]) -> list[T]:
     """What the work of each process gave. If one failed, all raise."""
-    from atoll.diloco.round.replica_group import portable
-
     if group.processes == 1:
         return [work()]
     own: BaseException | None = None
@@ -229,4 +255,4 @@ def find_group(
     if dist.get_rank() not in ranks:
         name = "device_mesh" if device_mesh is not None else "process_group"
         raise ValidationError(name, ranks, f"expected this process, rank {dist.get_rank()}, in it")
-    return SingleProcess() if len(ranks) == 1 else TrainingGroup(ranks, timeout)
+    return SingleProcess() if len(ranks) == 1 else ReplicaGroup(ranks, timeout)

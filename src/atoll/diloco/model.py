@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.group import Processes, TrainingGroup, gather
+from atoll.diloco.group import Processes, ReplicaGroup, gather
 from atoll.diloco.outer import Floats, OuterRows
 from atoll.diloco.packing import TensorSpec
 from atoll.diloco.parameters import local_tensor, plain_parameters, read_parameters
@@ -135,7 +135,7 @@ class ReplicaModel:
         self._group = group
         self.module = model
         self._modules = [each for each in model.modules() if _is_sharded(each)]
-        ranks = group.ranks if isinstance(group, TrainingGroup) else _own_rank()
+        ranks = group.ranks if isinstance(group, ReplicaGroup) else _own_rank()
 
         def read() -> dict[str, Any]:
             self._parameters = read_parameters(model)
@@ -386,7 +386,7 @@ class ReplicaModel:
             torch._foreach_copy_(parts, rows)
 
     def _exchange_of(self, fragment: ModelFragment) -> ValueExchange | None:
-        if not isinstance(self._group, TrainingGroup):
+        if not isinstance(self._group, ReplicaGroup):
             return None
         known = self._exchanges.get(id(fragment))
         if known is None:

@@ -14,7 +14,7 @@ from atoll.diloco.codecs import Codec
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Claim, Terms
 from atoll.diloco.data.ranges import Ranges
-from atoll.diloco.group import Processes, TrainingGroup, from_leader
+from atoll.diloco.group import Processes, ReplicaGroup, from_leader
 from atoll.diloco.history import read_manifests
 from atoll.diloco.model import ModelFragment, ReplicaModel, check_layout
 from atoll.diloco.outer import OuterConfig, OuterRows
@@ -37,7 +37,6 @@ from atoll.diloco.round.effects import (
 from atoll.diloco.round.objects import Manifest, Member
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
-from atoll.diloco.round.replica_group import GlooGroup
 from atoll.objectstore import ObjectStore
 
 # A year: locks, and gloo with three times as much, do not take all numbers.
@@ -109,7 +108,7 @@ class RunSetup:
             checkpoint_every=checkpoint_every * len(fragments),
         )
         pace = Pace(timeout_s, grace_s=grace_s, is_folder=store.is_folder)
-        many = GlooGroup(group.ranks, group_s) if isinstance(group, TrainingGroup) else None
+        many = ReplicaGroup(group.ranks, group_s) if isinstance(group, ReplicaGroup) else None
         return RoundDriver(values, self.layout, round_config, pace, group=many, adopt=self._adopt)
 
     def plan_periods(self, settings: LoopSettings, state: RunState) -> PeriodPlan:

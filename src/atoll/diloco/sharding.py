@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.group import TrainingGroup
+from atoll.diloco.group import ReplicaGroup
 from atoll.diloco.outer import Floats
 from atoll.diloco.parameters import local_tensor
 from atoll.diloco.pinned import PinnedBuffer
@@ -296,7 +296,7 @@ class ValueExchange:
 
     def __init__(
         self,
-        group: TrainingGroup,
+        group: ReplicaGroup,
         parameters: Sequence[ParameterSpan],
         shares: Sequence[Share],
         blocks: Sequence[dict[str, Block]],

@@ -26,11 +26,12 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from atoll.agent.stacks import request_all
 from atoll.core.errors import BackendError, BelowMinimumWorld
 from atoll.diloco.data.ledger import Ledger, Terms
+from atoll.diloco.group import GroupLost, Processes, SingleProcess, portable
 from atoll.diloco.round import effects as fx
 from atoll.diloco.round import objects
 from atoll.diloco.round.cells import RunLayout
@@ -39,14 +40,6 @@ from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.pieces import check_same, load_pieces, save_piece
 from atoll.diloco.round.protocol import RoundMachine
 from atoll.diloco.round.reduce import ReplicaValues, each, read_tail
-from atoll.diloco.round.replica_group import (
-    GroupLost,
-    ReplicaGroup,
-    Reply,
-    SingleProcess,
-    Word,
-    portable,
-)
 
 R = TypeVar("R")
 
@@ -57,6 +50,31 @@ EMPTY_WORD_S = 5.0  # the other processes' flags and deaths are learned of so of
 FLAG_S = 0.05
 
 log = logging.getLogger("atoll.round")
+
+
+class Word(NamedTuple):
+    """What the leader sends for each effect on values, and at the end of a call.
+
+    `calls` on local memory since the last word: all processes make them, then perform their share
+    of `effect`. None: the call is over, with `result` or `error`, so that all return or raise
+    alike; `state` is of the run after it. `is_empty`: nothing to perform. Nobody but the leader
+    looks at a clock or at the store's listings.
+    """
+
+    calls: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    effect: Any = None
+    is_empty: bool = False
+    result: Any = None
+    error: BaseException | None = None
+    state: fx.RunState | None = None
+
+
+class Reply(NamedTuple):
+    """What one process answers to a word."""
+
+    result: Any = None
+    error: BaseException | None = None
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +135,7 @@ class RoundDriver:
         pace: Pace,
         *,
         ledger: Ledger | None = None,
-        group: ReplicaGroup | None = None,
+        group: Processes | None = None,
         adopt: Callable[[RunLayout], RunLayout] | None = None,
     ) -> None:
         """`adopt`: is told the layout of a checkpoint before its values are read, in every process.
@@ -126,7 +144,7 @@ class RoundDriver:
         `layout`.
         """
         self.values, self.layout, self.config = values, layout, config
-        self.group: ReplicaGroup = SingleProcess() if group is None else group
+        self.group: Processes = SingleProcess() if group is None else group
         config = replace(
             config,
             sizes=tuple(each.share.cut.size for each in values.fragments),

@@ -55,11 +55,7 @@ class _ThreadProcess:
         return self._group.share(self.process, word)[0]
 
     def gather(self, reply: Any) -> list[Any]:
-        replies = self._group.share(self.process, reply)
-        return replies if self.process == 0 else []
-
-    def gather_all(self, value: Any) -> list[Any]:
-        return self._group.share(self.process, value)
+        return self._group.share(self.process, reply)
 
 
 @pytest.fixture(scope="module")
