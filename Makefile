@@ -76,7 +76,7 @@ integrations: .venv-integrations/.ready
 	$(call install,docs,.venv-docs) -r $<
 	touch $@
 
-docs: .venv-docs/.ready
+docs: .venv-docs/.ready .venv/.base
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "open dist/docs/index.html"
 

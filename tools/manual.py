@@ -1,4 +1,4 @@
-"""The manual of the command, made from its help: `python -m tools.manual > docs/cli.md`."""
+"""The page on the command, made from its help: `python -m tools.manual` prints it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.cli.main import app
 WIDTH = 100  # as the source
 HEAD = """# The `atoll` command
 
-Generated from `atoll --help` by `python -m tools.manual > docs/cli.md`; a test compares them.
+What `atoll --help` and `atoll COMMAND --help` print.
 
 - Every command with output takes `--json`: one document on one line, or one per line where it
   streams (`run`, `logs`, `status -w`). Keys are those of the HTTP API, and all are always present.

@@ -1,7 +1,7 @@
 """`python -m tools.new_backend NAME`: writes the files of a new backend, and registers it.
 
 The backend is one whose jobs see nothing together but an object store, as most services are; see
-docs/add-a-backend.md for the steps that follow. What is written passes `make check`, its golden
+docs/architecture.md#add-a-backend for the steps that follow. What is written passes `make check`, its golden
 test, and the fault table, whose rows it lists as not written yet.
 """
 
@@ -294,7 +294,7 @@ def main(arguments: list[str]) -> int:
     except (FileExistsError, ValueError) as error:
         parser.error(str(error))
     sys.stdout.write("".join(f"{path}\n" for path in paths))
-    sys.stdout.write("next: docs/add-a-backend.md, step 2\n")
+    sys.stdout.write("next: docs/architecture.md#add-a-backend, step 2\n")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,23 @@ _MOVED["index.md"] = _MOVED.pop("readme.md")
 
 
 def _made() -> dict[str, str]:
-    pages = {"reference.md": reference(), "decisions/README.md": _decisions()}
+    pages = {
+        "cli.md": _manual(),
+        "reference.md": reference(),
+        "decisions/README.md": _decisions(),
+    }
     for name, original in _MOVED.items():
         if original == "examples":
             pages[name] = _examples()
         else:
             pages[name] = (ROOT / original).read_text()
     return pages
+
+
+def _manual() -> str:
+    """Printed by the package's own environment: that of the site lacks what the command imports."""
+    words = [ROOT / ".venv" / "bin" / "python", "-m", "tools.manual"]
+    return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def _decisions() -> str:

@@ -31,7 +31,7 @@ def seconds(ms: float) -> str:
 
 
 def looks() -> str:
-    """docs/executors.md: what a look costs."""
+    """docs/evidence.md: what an observation costs."""
     kubernetes = read("kubernetes")["rows"]
     times = {
         ("local", "none: the supervisor's journal is read"): [

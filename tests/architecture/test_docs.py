@@ -86,15 +86,6 @@ def test_every_reason_in_the_page_on_kubernetes_is_in_the_vocabulary() -> None:
     assert named <= {*ExitReason, *PhaseReason}
 
 
-def test_the_manual_is_the_help() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text()
-    # In a process of its own: click keeps the help option that a command had when first called,
-    # and other tests call commands without the group that gives them -h.
-    made = subprocess.run([sys.executable, "-m", "tools.manual"], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    assert page == made.stdout, "run: python -m tools.manual > docs/cli.md"
-
-
 def test_every_readme_snippet_is_of_a_kind_that_is_tested() -> None:
     kinds = {kind for kind, _ in BLOCK.findall((ROOT / "README.md").read_text())}
     # `text` is output, compared below; `console` is set-up, which `make` does before the tests.
