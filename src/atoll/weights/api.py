@@ -6,6 +6,7 @@ next call. Both are used by one thread at a time.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -50,7 +51,7 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 # How often a follower asks for the next version: a version takes longer than this to load. A folder
 # answers at once.
 POLL_S, FOLDER_POLL_S = 1.0, 0.05
-KEPT_FOLDERS = 2  # of versions that were written: an engine may still read the one before
+STATE = ".atoll-state"  # beside the files of a version in a folder; loaders pass it over
 OWNED = ".atoll-weights"  # an empty file in folders whose versions `write` may delete
 MAX_THREADS = 8  # beyond it memory is the limit, not cores
 MAX_EXTRA_BYTES = 64 << 20  # of one file beside the tensors; a tokenizer has 20 MB at the most
@@ -72,7 +73,9 @@ DTYPES = {
     "bool": "BOOL",
 }
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
+RESERVED_NAME = "__metadata__"  # of the header of a safetensors file
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_WRITTEN = re.compile(r"v[0-9]{1,10}|\.v[0-9]{1,10}\.[0-9a-f]+|\.current\.[0-9a-f]+")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)|atoll\.json")
 
@@ -149,7 +152,11 @@ class StoreDriver:
         raise TypeError(f"no effect: {effect!r}")
 
 
-def _check_counts(full_every: int, keep: int) -> None:
+def _check_options(full_every: int, keep: int, dtype: Any) -> None:
+    if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
+        raise ValidationError("dtype", dtype, "expected a type of torch, such as torch.bfloat16")
+    if isinstance(dtype, str):
+        raise ValidationError("dtype", dtype, f"expected torch.{dtype.removeprefix('torch.')}")
     if not isinstance(full_every, int) or full_every < 1:
         raise ValidationError("full_every", full_every, "expected a number of at least 1")
     if not isinstance(keep, int) or keep < 0:
@@ -179,7 +186,7 @@ class Publisher:
         keep: int = 8,
         process_group: Any = None,
     ) -> None:
-        _check_counts(full_every, keep)
+        _check_options(full_every, keep, dtype)
         self._dtype = dtype
         self._extra = _read_files(files)
         processes = None if process_group is None else TorchProcesses(process_group)
@@ -217,7 +224,7 @@ class Publisher:
         Raises Superseded, for good, if another publisher came. The iterator is read to its end
         whatever happens, since other processes may take part in each of its steps.
         """
-        if step is not None and not isinstance(step, int):
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
             raise ValidationError("step", step, "expected a whole number or None")
         gathered = _gather(named_tensors)
 
@@ -273,7 +280,7 @@ class ReplicaPublisher:
         full_every: int = 25,
         keep: int = 8,
     ) -> None:
-        _check_counts(full_every, keep)
+        _check_options(full_every, keep, dtype)
         self._dtype, self._extra = dtype, _read_files(files)
         self._counts = full_every, keep
         self._driver = StoreDriver(uri)
@@ -283,7 +290,7 @@ class ReplicaPublisher:
 
     def take(self, named_tensors: Iterable[tuple[str, Any]]) -> Tensors:
         """A copy of these tensors, in the types that are published; reads the whole iterator."""
-        values = ((name, _value(name, each, self._dtype)) for name, each in named_tensors)
+        values = ((name, _value(name, each, self._dtype)) for name, each in _checked(named_tensors))
         try:
             return TensorsSource(values, self._extra, self._threads.run).copy()
         finally:
@@ -426,23 +433,17 @@ class Follower:
         copy, version = self._copy(), self.version
         assert version is not None
         root = own_folder(folder)
-        target = root / f"v{version.number}"
-        if not target.exists():
-            draft = root / f".v{version.number}.{secrets.token_hex(4)}"
-            draft.mkdir(parents=True)
-            for name, pieces in copy.files():
-                write_file(draft / name, list(pieces), mode=0o644, is_durable=False)
-            draft.rename(target)
-        link = root / "current"
-        if not link.is_symlink() or os.readlink(link) != target.name:
-            draft_link = root / f".current.{secrets.token_hex(4)}"
-            draft_link.symlink_to(target.name)
-            draft_link.rename(link)
-        old = sorted((n for each in root.iterdir() if (n := _number_of(each.name))), reverse=True)
-        for path in root.iterdir():
-            is_draft = path.name.startswith((".v", ".current."))
-            if is_draft or _number_of(path.name) in old[KEPT_FOLDERS:]:
-                shutil.rmtree(path, ignore_errors=True)
+        target, link = root / f"v{version.number}", root / "current"
+        with open(root / OWNED, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of several processes writes it, for all
+            before = os.readlink(link) if link.is_symlink() else ""
+            if not _is_version(target, copy.state):
+                _write_version(copy, target)
+            if before != target.name:
+                draft = root / f".current.{secrets.token_hex(4)}"
+                draft.symlink_to(target.name)
+                draft.rename(link)
+                _remove_others(root, {target.name, before})
         return str(target)
 
     def verify(self) -> None:
@@ -492,8 +493,37 @@ def own_folder(folder: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _number_of(folder: str) -> int:
-    return int(folder[1:]) if re.fullmatch(r"v[0-9]{1,10}", folder) else 0
+def _is_version(folder: Path, state: str) -> bool:
+    """Whether the folder has this version: that of another channel may have the same number."""
+    try:
+        return (folder / STATE).read_text() == state
+    except OSError:
+        return False
+
+
+def _write_version(copy: Tensors, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        draft.mkdir()
+        for name, pieces in copy.files():
+            write_file(draft / name, list(pieces), mode=0o644, is_durable=False)
+        write_file(draft / STATE, [copy.state.encode()], mode=0o644, is_durable=False)
+        if target.exists():  # of another channel
+            target.rename(target.with_name(f".{target.name}.{secrets.token_hex(4)}"))
+        draft.rename(target)
+    except OSError:  # such as a full disk: what was written would keep it full
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _remove_others(root: Path, kept: set[str]) -> None:
+    """Remove versions but these, and what a process that was killed had begun."""
+    for path in root.iterdir():
+        if path.name not in kept and _WRITTEN.fullmatch(path.name):
+            if path.is_symlink():
+                path.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 # -- Tensors
@@ -502,28 +532,43 @@ def _number_of(folder: str) -> int:
 def _gather(named_tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
     """Each tensor whole: every process of a sharded model takes part in each step."""
     items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    for name, tensor in items:
+    for name, tensor in _checked(items):
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _checked(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Raises ValidationError for a name that safetensors does not have, and for no tensors at all:
+    followers would drop those they have."""
+    is_empty = True
+    for name, tensor in items:
+        is_empty = False
+        if not isinstance(name, str) or name in ("", RESERVED_NAME):
+            raise ValidationError("named_tensors", name, f"expected a name but {RESERVED_NAME!r}")
+        yield name, tensor
+    if is_empty:
+        expected = "expected at least one tensor; an iterator can be read only once"
+        raise ValidationError("named_tensors", None, expected)
 
 
 def _value(name: str, tensor: Any, dtype: Any) -> TensorValue:
     """The tensor's bytes in host memory; not copied where they are there."""
     if not hasattr(tensor, "detach"):
         array = np.ascontiguousarray(tensor)
-        kind = DTYPES.get(array.dtype.name)
-        shape, data = np.shape(tensor), array.reshape(-1).view(np.uint8)
+        dtype, shape = array.dtype, np.shape(tensor)
+        kind = DTYPES.get(dtype.name)
+        data = array.reshape(-1).view(np.uint8) if kind else array
     else:
         import torch
 
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        kind = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        shape = tuple(tensor.shape)
+        dtype, shape = tensor.dtype, tuple(tensor.shape)
+        kind = DTYPES.get(str(dtype).removeprefix("torch."))
         data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if kind is None:
         raise ValidationError(
-            f"named_tensors[{name!r}]", str(tensor.dtype), "no such type is known"
+            f"named_tensors[{name!r}]", str(dtype), "expected a tensor of numbers that are real"
         )
     return TensorValue(kind, shape, data)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from atoll.core.errors import AtollError
 from atoll.objectstore.effects import StoreError
-from atoll.weights.machine import Pending, PublisherMachine, Source, Superseded
+from atoll.weights.machine import Pending, PublisherMachine, Source, Superseded, move_base
 from atoll.weights.records import Share, VersionRecord, seal, share_key, try_folder
 from atoll.weights.shares import put_delta, put_files, put_index
 
@@ -220,14 +222,14 @@ class GroupMachine:
 
             return take
         base = self.base
+        if base is None:
+            raise AtollError(
+                f"process {self._rank} was interrupted as its base changed: make a new Publisher"
+            )
         delta: Any = source.delta(base)
         bodies, own.share = yield from put_delta(key, delta)
         own.rows, own.removed = delta.rows(), list(delta.removed)
-
-        def move() -> None:
-            base.apply(base.prepare(bodies, own.removed))
-
-        return move
+        return partial(move_base, self, base, bodies, own.removed, own.share.state)
 
     def _finish(self, record: VersionRecord) -> Steps[None]:
         """A full copy when it is due, then gc; if that fails, the next publish does it."""

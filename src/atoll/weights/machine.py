@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from atoll.core.errors import AtollError
@@ -287,9 +288,30 @@ class Pending:
     move: Callable[[], None]
 
 
+class BaseOwner(Protocol):
+    base: Any
+
+
+def move_base(
+    owner: BaseOwner, base: HostCopy, parts: Sequence[Buffer], removed: Sequence[str], state: str
+) -> None:
+    """Bring the base to this state, by decoding what was put: the caller's memory has moved on
+    (rule 5).
+
+    The owner has no base while it changes: after an exception, such as Ctrl-C, it may be half of
+    each. Does nothing when it is called again, after that or when it is done.
+    """
+    if owner.base is not base or base.state == state:
+        return
+    owner.base = None
+    base.apply(base.prepare(parts, removed))
+    owner.base = base
+
+
 @dataclass
 class PublisherMachine:
-    """Publishes versions as `who`, after `open`. `base` is the version `parent` as others have it.
+    """Publishes versions as `who`, after `open`. `base` is the version `parent` as others have it;
+    without it, the next version is full.
 
     `head`: the newest number of the log, as far as this publisher may go on from it.
     """
@@ -403,13 +425,10 @@ class PublisherMachine:
             bodies.append(body)
             parts.append(part)
 
-        def move() -> None:
-            # By decoding what was put: the caller's memory has moved on (rule 5).
-            base.apply(base.prepare(bodies, delta.removed))
-
         record = self.record(
             step, delta.state, parts=tuple(parts), removed=delta.removed, changed=delta.changed
         )
+        move = partial(move_base, self, base, bodies, record.removed, record.state)
         return Pending(record, seal(record), move)
 
     def part(self, index: int, body: Buffer) -> Part:

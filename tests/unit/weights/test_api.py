@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from atoll.core.errors import ValidationError
 from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
 from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
+from atoll.weights.state import Tensors, TensorsChange
 from tests.support.stores import FaultyStore
 
 
@@ -281,6 +284,72 @@ def test_a_folder_that_others_read_is_never_written(tmp_path: Path) -> None:
     assert sorted(each.name for each in out.iterdir()) == names
 
 
+def test_a_folder_that_had_versions_of_another_channel_has_those_of_the_new_one(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    for channel, steps in (("long", range(6)), ("short", range(10, 13)), ("short2", [20])):
+        publisher, follower = Publisher(tmp_path / channel), Follower(tmp_path / channel)
+        for step in steps:
+            publisher.publish(weights(step), step=step)
+            follower.next()
+            path = follower.write(out)
+            assert os.path.realpath(out / "current") == path
+            found = load_file(f"{path}/model.safetensors")
+            assert all(torch.equal(found[name], each) for name, each in weights(step).items())
+            assert len(list(out.glob("v*"))) <= 2
+
+
+def test_a_folder_that_does_not_fit_on_the_disk_leaves_nothing_there(tmp_path: Path) -> None:
+    publisher, follower, out = Publisher(tmp_path / "a"), Follower(tmp_path / "a"), tmp_path / "out"
+    publisher.publish(weights(1), step=1)
+    follower.next()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            follower.write(out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each.name for each in out.iterdir()] == [".atoll-weights"]
+    assert load_file(f"{follower.write(out)}/model.safetensors").keys() == weights(1).keys()
+
+
+@pytest.mark.parametrize("is_changed", [0, 1, 2])
+def test_an_interrupt_while_the_base_changes_makes_no_wrong_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_changed: int
+) -> None:
+    """Ctrl-C in a notebook: the same publisher goes on. The base has changed not yet, half, or
+    all of it."""
+    publisher, follower = Publisher(tmp_path, full_every=3), Follower(tmp_path)
+    publisher.publish(weights(0), step=0)
+    assert follower.next()
+    apply = Tensors.apply
+
+    def interrupted(self: Tensors, change: TensorsChange) -> None:
+        monkeypatch.setattr(Tensors, "apply", apply)
+        if is_changed == 1:
+            for row in change.rows:
+                row.indices, row.values = row.indices[::2], row.values[::2]
+        if is_changed:
+            digests, state = self.digests, self.state
+            apply(self, change)
+            if is_changed == 1:
+                self.digests, self.state = digests, state
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tensors, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish(weights(1), step=1)
+    for step in range(2, 9):
+        publisher.publish(weights(step), step=step)
+        assert follower.next()
+        assert_is(follower, step)
+        with Follower(tmp_path) as joiner:
+            assert joiner.next()
+            assert_is(joiner, step)
+
+
 def test_large_models_have_several_files_and_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +374,7 @@ def test_an_adapter_is_a_small_set_of_tensors(tmp_path: Path) -> None:
     follower = Follower(tmp_path / "a")
     follower.next()
     names = os.listdir(follower.write(tmp_path / "out"))
-    assert sorted(names) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(names) == [".atoll-state", "adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_a_module_that_does_not_fit_is_left_as_it_is(tmp_path: Path) -> None:
@@ -340,6 +409,8 @@ def test_verify_sees_memory_that_has_changed(tmp_path: Path) -> None:
         ({"keep": -1}, "keep"),
         ({"files": "/nowhere"}, "files"),
         ({"files": ["/etc/passwd.bin"]}, "files"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"dtype": torch.complex64}, "dtype"),
     ],
 )
 def test_bad_input_is_refused_before_anything_happens(
@@ -350,6 +421,23 @@ def test_bad_input_is_refused_before_anything_happens(
     assert not (tmp_path / "a").exists()
     with pytest.raises(ValidationError, match="name"):
         Follower(tmp_path / "a", name="a/b")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{}, iter(()), {"__metadata__": torch.ones(1)}, {"": torch.ones(1)}, [(None, torch.ones(1))],
+     {"x": "text"}, {"x": None}, {"x": torch.ones(1, dtype=torch.complex64)}],
+)  # fmt: skip
+def test_what_followers_could_not_take_is_not_published(tmp_path: Path, bad: Any) -> None:
+    publisher, follower = Publisher(tmp_path), Follower(tmp_path)
+    for step in (1, 2):  # a full copy, then a delta
+        with pytest.raises(ValidationError, match="named_tensors"):
+            publisher.publish(bad)
+        with pytest.raises(ValidationError, match="step"):
+            publisher.publish(weights(step), step=True)
+        publisher.publish(weights(step), step=step)
+        assert follower.next()
+        assert_is(follower, step)
 
 
 def test_a_publisher_opens_after_thousands_of_claims_with_a_bounded_number_of_requests(
