@@ -77,7 +77,7 @@ integrations: .venv-integrations/.ready
 	touch $@
 
 docs: .venv-docs/.ready .venv/.base
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/mkdocs build --strict
 	@echo "open dist/docs/index.html"
 
 # A training that loses a rank, gets it back, and grows while it runs.
