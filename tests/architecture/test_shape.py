@@ -99,6 +99,20 @@ def test_what_is_waited_for_loads_nothing_heavy(code: str, unwanted: tuple[str, 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_what_runs_beside_a_rank_needs_the_standard_library_alone() -> None:
+    """Some of it travels to hosts without atoll; the rest starts with every rank."""
+    code = (
+        "import atoll.agent as agent, importlib, pkgutil, sys\n"
+        "for module in pkgutil.iter_modules(agent.__path__, 'atoll.agent.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "own = {m for m in sys.modules if m.startswith('atoll.')}\n"
+        "others = {m for m in own if not m.startswith('atoll.agent')}\n"
+        "print(sorted(others | {'msgspec', 'numpy', 'obstore'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_torch_is_never_imported_by_a_module_at_its_top() -> None:
     """What ranks import must be light: torch comes when it is used."""
     at_top = {

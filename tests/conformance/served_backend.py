@@ -16,8 +16,8 @@ from tests.conformance.local_backend import LocalBackend
 from tests.conformance.table import Row
 from tests.support.control_plane import ControlPlane, PlaneDied, wait_for
 
-from atoll.agent.bucket import Bucket
 from atoll.core.spec import RendezvousSpec
+from atoll.objectstore.bucket import Bucket
 
 # Jobs take a while until they are seen to run.
 SLOWER = {"deadline": {"deadline_s": 5.0}}

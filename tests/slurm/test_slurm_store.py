@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.bucket import Bucket
 from atoll.agent.records import name_of
 from atoll.backends.base import RECORDS, WRAPPER
 from atoll.backends.reader import RecordReader
 from atoll.backends.slurm.executor import SlurmBackend
 from atoll.backends.slurm.options import SlurmOptions
 from atoll.core.status import Training
+from atoll.objectstore.bucket import Bucket
 from tests.allreduce.s3server import S3Server
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm

@@ -15,8 +15,7 @@ import threading
 import time
 
 if __package__:
-    from atoll.agent import process, records, stacks
-    from atoll.core import stacks as stack_text
+    from atoll.agent import process, records, stack_text, stacks
 else:  # beside it in one archive
     process, records = __import__("process"), __import__("records")
     stacks, stack_text = __import__("stacks"), __import__("stack_text")

@@ -117,8 +117,8 @@ class ObjectSink:
         self._number = 0
 
     def hand_on(self, batch: bytes) -> float:
-        from atoll.agent.bucket import Bucket
         from atoll.core.errors import BackendError
+        from atoll.objectstore.bucket import Bucket
 
         try:
             if self._store is None:

@@ -2,8 +2,8 @@
 
 ATOLL_RESULT names the file: a header line with encoding and size, then the payload. A value is JSON
 where it can be, else msgpack with tags for tuples, sets, arrays and tensors; a pickle only where it
-was asked for. Reading one runs no code, unless pickles are allowed. Kubernetes has neither folder
-nor bucket: there ATOLL_RESULT is `log`, and the result goes into marked lines of the log, which
+was asked for. `code/results.py` reads it. Kubernetes has neither folder nor bucket: there
+ATOLL_RESULT is `log`, and the result goes into marked lines of the log, which
 `backends/kubernetes/results.py` reads.
 """
 
@@ -18,8 +18,7 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-from atoll.core.errors import ResultError
-from atoll.files.writing import write_file
+from atoll.agent.process import write_file
 
 MARK = "\x1eatoll-result "  # begins a line of the log that is a part of a result
 MAX_BYTES = 16 * 2**20  # a control plane holds it in memory; more belongs into a store
@@ -31,8 +30,8 @@ JSON, MSGPACK, PICKLE, NONE = "json", "msgpack", "pickle", "none"
 # Base64 of this and the mark stay below 4096 bytes: one atomic write to a pipe.
 CHUNK_BYTES = 3000
 # Tags of what msgpack has no type for.
-_TUPLE, _SET, _FROZENSET, _PAIRS, _COMPLEX, _INT, _ARRAY, _SCALAR, _TENSOR = range(1, 10)
-_DTYPE = re.compile(r"[<>|][biufcSU][0-9]{1,6}")
+TUPLE, SET, FROZENSET, PAIRS, COMPLEX, INT, ARRAY, SCALAR, TENSOR = range(1, 10)
+DTYPE = re.compile(r"[<>|][biufcSU][0-9]{1,6}")
 
 
 class Result(NamedTuple):
@@ -106,20 +105,7 @@ def leave(result: Result) -> None:
 def write_result(path: str, result: Result) -> None:
     """Replace the result in that file: whoever reads it finds a whole one, this or the last."""
     header = {"encoding": result.encoding, "bytes": len(result.payload)}
-    write_file(path, [json.dumps(header).encode() + b"\n", result.payload])
-
-
-def parse_result(data: bytes) -> Result:
-    """Return the result in a file. Raises ResultError if it is none."""
-    line, _, payload = data.partition(b"\n")
-    try:
-        header = json.loads(line)
-        encoding, size = str(header["encoding"]), int(header["bytes"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(f"the result is damaged: {line[:80]!r}") from error
-    if size != len(payload) or encoding not in (JSON, MSGPACK, PICKLE, NONE):
-        raise ResultError(f"the result is damaged: {len(payload)} bytes where {size} should be")
-    return Result(encoding, payload)
+    write_file(path, json.dumps(header).encode() + b"\n" + result.payload)
 
 
 def encode_value(value: Any, *, pickled: bool = False) -> Result:
@@ -143,30 +129,6 @@ def encode_value(value: Any, *, pickled: bool = False) -> Result:
         ) from error
 
 
-def decode_value(result: Result, *, allow_pickle: bool = False) -> Any:
-    """Raises ResultError, in one line, where that cannot be done. Runs no code but for a pickle."""
-    if result.encoding == NONE:
-        raise ResultError(result.payload.decode(errors="replace"))
-    if result.encoding == PICKLE and not allow_pickle:
-        raise ResultError("the result is a pickle, which could run any code: allow_pickle takes it")
-    try:
-        return _decoded(result)
-    except Exception as error:  # the payload may be anything; a pickle fails in its own way
-        raise ResultError(f"the result cannot be read here: {error!r}") from error
-
-
-def _decoded(result: Result) -> Any:
-    if result.encoding == JSON:
-        return json.loads(result.payload)
-    if result.encoding == PICKLE:
-        import pickle
-
-        return pickle.loads(result.payload)
-    import msgspec
-
-    return msgspec.msgpack.decode(result.payload, ext_hook=_untagged)
-
-
 def _is_json(value: Any) -> bool:
     """Whether JSON gives back the very same value."""
     kind = type(value)
@@ -188,24 +150,24 @@ def _tagged(value: Any) -> Any:
         return value
     if kind is int:
         is_short = -(2**63) <= value < 2**64
-        return value if is_short else Ext(_INT, str(value).encode())
+        return value if is_short else Ext(INT, str(value).encode())
     if kind is list:
         return [_tagged(item) for item in value]
     if kind is dict and all(type(key) is str for key in value):
         return {key: _tagged(item) for key, item in value.items()}
     if kind is dict:
-        return Ext(_PAIRS, encode([[_tagged(key), _tagged(item)] for key, item in value.items()]))
-    for code, sequence in ((_TUPLE, tuple), (_SET, set), (_FROZENSET, frozenset)):
+        return Ext(PAIRS, encode([[_tagged(key), _tagged(item)] for key, item in value.items()]))
+    for code, sequence in ((TUPLE, tuple), (SET, set), (FROZENSET, frozenset)):
         if kind is sequence:
             return Ext(code, encode([_tagged(item) for item in value]))
     if kind is complex:
-        return Ext(_COMPLEX, encode([value.real, value.imag]))
-    if kind.__module__ == "numpy" and _DTYPE.fullmatch(getattr(value.dtype, "str", "")):
-        code = _ARRAY if kind.__name__ == "ndarray" else _SCALAR
+        return Ext(COMPLEX, encode([value.real, value.imag]))
+    if kind.__module__ == "numpy" and DTYPE.fullmatch(getattr(value.dtype, "str", "")):
+        code = ARRAY if kind.__name__ == "ndarray" else SCALAR
         return Ext(code, encode([value.dtype.str, list(value.shape), value.tobytes()]))
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in ("torch.Tensor", "torch.nn.parameter.Parameter") and value.layout is _strided():
-        return Ext(_TENSOR, encode(_tensor_parts(value)))
+        return Ext(TENSOR, encode(_tensor_parts(value)))
     raise TypeError(
         f"expected plain data such as numbers, text, lists and dicts, not a {name}: return its "
         "parts, as dataclasses.asdict does, or a pickle: allow_pickle=True of an executor or of "
@@ -223,35 +185,3 @@ def _tensor_parts(tensor: Any) -> list[Any]:
     plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(plain.dtype).removeprefix("torch."), list(plain.shape), content]
-
-
-def _tensor(dtype: str, shape: list[int], content: bytes) -> Any:
-    torch = importlib.import_module("torch")
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"a tensor of {dtype!r}")
-    if not content:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(content), dtype=kind).reshape(shape)
-
-
-def _untagged(code: int, data: memoryview) -> Any:
-    from msgspec.msgpack import decode
-
-    if code == _INT:
-        return int(bytes(data))
-    inner = decode(data, ext_hook=_untagged)
-    if code in (_ARRAY, _SCALAR):
-        numpy = importlib.import_module("numpy")
-        dtype, shape, content = inner
-        if not _DTYPE.fullmatch(dtype):
-            raise ValueError(f"an array of {dtype!r}")
-        array = numpy.frombuffer(content, numpy.dtype(dtype)).reshape(shape).copy()
-        return array if code == _ARRAY else array[()]
-    if code == _TENSOR:
-        return _tensor(*inner)
-    if code == _COMPLEX:
-        return complex(*inner)
-    if code == _PAIRS:
-        return dict(inner)
-    return {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}[code](inner)

@@ -127,7 +127,7 @@ def open_record_store(uri: str) -> RecordStore:
         from urllib.parse import unquote, urlsplit
 
         return Folder(unquote(urlsplit(uri).path))
-    from atoll.agent.bucket import Bucket
+    from atoll.objectstore.bucket import Bucket
 
     return Bucket.open(uri)
 
@@ -469,8 +469,8 @@ def open_log(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
     """Where the output goes, too, if the records are in no folder; else None."""
     if not launch.get("logs"):
         return None
-    from atoll.agent.bucket import Bucket
     from atoll.logs.bucket import UploadedLog
+    from atoll.objectstore.bucket import Bucket
 
     store = Bucket.open("{}/{}".format(launch["logs"], attempt.rank))
     return UploadedLog(store, attempt.attempt, often_s=min(attempt.record_store.poll_s, 0.5))

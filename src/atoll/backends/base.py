@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar, Self
 from msgspec import Meta
 
 from atoll import agent
-from atoll.agent.bucket import Bucket
 from atoll.agent.inspector import CLOSE_S
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.process import STACKS_S
@@ -40,6 +39,7 @@ from atoll.core.stores import store_uri
 from atoll.files.ownership import check_directory, make_private
 from atoll.files.writing import write_file
 from atoll.logs.bucket import ObjectLogs
+from atoll.objectstore.bucket import Bucket
 
 WRAPPER = "atoll.pyz"  # the wrapper as one file that any Python 3.7 or later runs
 WRAPPER_PARTS = {
@@ -48,8 +48,10 @@ WRAPPER_PARTS = {
         name: name
         for name in ("process.py", "records.py", "unpack.py", "machine_use.py", "metric_sinks.py")
     },
-    **{name: name for name in ("inspector.py", "stacks.py", "hook/sitecustomize.py")},
-    "stack_text.py": "../core/stacks.py",
+    **{
+        name: name
+        for name in ("inspector.py", "stacks.py", "stack_text.py", "hook/sitecustomize.py")
+    },
 }
 ZIP_DATE = (2020, 1, 1, 0, 0, 0)  # the same files make the same bytes
 RECORDS, LOGS = "records", "logs"

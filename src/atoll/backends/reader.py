@@ -26,9 +26,10 @@ from atoll.agent.records import (
     Facts,
     RecordStore,
 )
-from atoll.agent.result import NONE, parse_result
+from atoll.agent.result import NONE
 from atoll.agent.wrapper import read
 from atoll.backends.records import Ages, AttemptKey, FoldMemory, Json
+from atoll.code.results import parse_result
 from atoll.core.errors import ResultError, Temporary
 from atoll.core.status import Training
 

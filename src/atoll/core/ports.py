@@ -295,7 +295,7 @@ class Executor:
     async def take_stacks(
         self, training: Training, ranks: Sequence[RankStatus]
     ) -> list[dict[str, Any]]:
-        """Where these ranks and the processes they started are, as `core/stacks.py` has it."""
+        """Where these ranks and the processes they started are, as `agent/stacks.py` has it."""
         raise NotImplementedError
 
     async def stored_stacks(self, training: Training) -> list[dict[str, Any]]:

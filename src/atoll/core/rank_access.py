@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from atoll.core.checks import check_bounds
 from atoll.core.errors import Conflict, ValidationError
-from atoll.core.model import Model, SpecModel, convert
+from atoll.core.model import Model, SpecModel
 from atoll.core.spec import RankNumber
-from atoll.core.stacks import describe_group, fold
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
@@ -173,19 +172,6 @@ class StackRequest(SpecModel, frozen=True):
 
     ranks: Annotated[list[RankNumber], Meta(max_length=10_000)] = []
     """Numbers of ranks; none: all that run."""
-
-
-def stack_list(stacks: Sequence[Mapping[str, Any]], message: str = "") -> StackList:
-    """The stacks as they were taken, and folded."""
-    folded = [{**group, "message": _describe(group)} for group in fold(stacks)]
-    fields = {"items": stacks, "folded": folded, "message": message}
-    return convert(fields, StackList)
-
-
-def _describe(group: Mapping[str, Any]) -> str:
-    return describe_group(
-        group["ranks"], group["count"], group["isChild"], group["where"], bool(group["stack"])
-    )
 
 
 def signal_of(text: str) -> signal.Signals:

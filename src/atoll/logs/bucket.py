@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from atoll.agent.bucket import Bucket
 from atoll.core.errors import Temporary
 from atoll.core.status import LogLine, OffsetLine
 from atoll.logs.files import LINE_BYTES, merged
+from atoll.objectstore.bucket import Bucket
 
 T = TypeVar("T")
 

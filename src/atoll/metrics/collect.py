@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from atoll.agent.bucket import Bucket
 from atoll.agent.metric_sinks import STORES
 from atoll.agent.metrics import MetricWriter, batch_of
 from atoll.core.errors import AtollError, BackendError, ValidationError
@@ -23,6 +22,7 @@ from atoll.core.metrics import MACHINE, RankUsage
 from atoll.core.ports import TrainingIndex
 from atoll.core.status import Training
 from atoll.metrics.store import MetricStore
+from atoll.objectstore.bucket import Bucket
 
 EVERY_S = 1.0  # folders on this machine: a chart that moves every second
 OBJECTS_EVERY_S = 15.0  # object stores charge for each LIST

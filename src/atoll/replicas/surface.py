@@ -22,7 +22,8 @@ from typing import Any, Literal, Self
 
 from msgspec.structs import fields, replace
 
-from atoll.agent.result import PICKLE, Result, decode_value
+from atoll.agent.result import PICKLE, Result
+from atoll.code.results import decode_value
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,

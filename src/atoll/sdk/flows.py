@@ -339,7 +339,8 @@ def result(ref: TrainingRef, rank: int, *, allow_pickle: bool = False) -> Flow[A
         return answer.value
     import base64
 
-    from atoll.agent.result import Result, decode_value
+    from atoll.agent.result import Result
+    from atoll.code.results import decode_value
 
     payload = base64.b64decode(answer.payload)
     return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)

@@ -19,13 +19,12 @@ from atoll.agent.process import result_fields
 from atoll.agent.result import (
     MAX_BYTES,
     Result,
-    decode_value,
     encode_value,
-    parse_result,
     set_result,
     set_return_value,
     write_result,
 )
+from atoll.code.results import decode_value, parse_result
 from atoll.core.errors import ResultError
 from atoll.server.handlers.trainings import report_of
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Temporary
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.stacks import fold
 from atoll.core.status import DesiredState, Exit, Observation, RankStatus, Status, Training
+from atoll.server.stacks import fold
 from tests.support.recorded import ProcessBackend
 
 HUNG = """
@@ -107,8 +107,8 @@ async def test_stacks_are_taken_when_somebody_asks(gang: Gang) -> None:
     ranks = await gang.until_up(2)
     for _ in range(2):
         (group,) = fold(await gang.backend.take_stacks(gang.training, ranks))
-        assert (group["ranks"], group["count"]) == ("0-1", 2)
-        assert f"train.py:{LINE} in hang" in group["where"]
+        assert (group.ranks, group.count) == ("0-1", 2)
+        assert f"train.py:{LINE} in hang" in group.where
     (one,) = await gang.backend.take_stacks(gang.training, ranks[1:])
     assert one["rank"] == 1
     assert await gang.stored() == [], "nothing was taken by itself"

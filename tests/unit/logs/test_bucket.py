@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.bucket import Bucket
 from atoll.core.errors import Temporary
 from atoll.core.status import LogLine
 from atoll.logs.bucket import LogPiece, ObjectLogs
+from atoll.objectstore.bucket import Bucket
 
 # A process whose output takes the way through the store.
 WRITER = """
 import os, sys
 from atoll.logs.bucket import UploadedLog
-from atoll.agent.bucket import Bucket
+from atoll.objectstore.bucket import Bucket
 store = Bucket.open(sys.argv[1])
 log = UploadedLog(store, int(sys.argv[2]), often_s=0.05)
 print(sys.argv[3], flush=True, end="")

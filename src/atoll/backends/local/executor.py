@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import METRICS
 from atoll.agent.records import AttemptFacts, Facts
+from atoll.agent.stack_text import summary_of
 from atoll.backends.folder_logs import FolderLogs
 from atoll.backends.launch import (
     ETCD_BACKEND,
@@ -102,7 +103,6 @@ from atoll.core.plan import check_again_s
 from atoll.core.ports import Key, StopCause, Store, ignore, refuse
 from atoll.core.rank_access import ExecRequest, ExecResult
 from atoll.core.spec import TrainingSpec
-from atoll.core.stacks import summary_of
 from atoll.core.status import (
     DesiredState,
     Followup,

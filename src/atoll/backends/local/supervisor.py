@@ -477,7 +477,7 @@ class Supervisor:
         """Where a rank was that did not move, or that had to be killed; empty for all others."""
         stacks = read_stacks(self._directory, process.attempt.rank, process.attempt.attempt)
         if stacks is not None:
-            from atoll.core.stacks import summary_of  # not needed while all is well
+            from atoll.agent.stack_text import summary_of  # not needed while all is well
 
             return summary_of(stacks)
         is_killed = process.stacks_until is not None and process.no_stacks

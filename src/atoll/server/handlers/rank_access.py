@@ -12,13 +12,13 @@ from atoll.core.rank_access import (
     running_rank,
     running_ranks,
     signal_of,
-    stack_list,
 )
 from atoll.core.spec import RankNumber
 from atoll.core.status import RankStatus, Training
 from atoll.server.handlers.admission import executor_of
 from atoll.server.handlers.trainings import UidQuery
 from atoll.server.http.operations import Answer, ApiCall, json_answer
+from atoll.server.stacks import stack_list
 
 
 class TargetQuery(UidQuery, frozen=True):

@@ -1,7 +1,6 @@
-"""Stacks of ranks: where each of their processes is, and equal ones folded into one line. Pure.
+"""Stacks of ranks in words: where each of their processes is. Pure.
 
-They are plain values, as JSON has them: the supervisor of ranks, which has only the standard
-library, reads them, too. `core/rank_access.py` has their types.
+They are plain values, as JSON has them; `core/rank_access.py` has their types.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os.path
 
 TYPE_CHECKING = False  # it travels with `agent/wrapper.py`, to Python 3.7 as well
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     Json = Mapping[str, Any]
@@ -53,43 +52,6 @@ def main_frames(process: Json) -> Sequence[Json]:
 
 def process_location(process: Json) -> str:
     return location_of(main_frames(process)) if process.get("threads") else str(process["reason"])
-
-
-def fold(ranks: Iterable[Json]) -> list[dict[str, Any]]:
-    """Equal stacks in one line: those of ranks, then those of the processes they started."""
-    from atoll.core.text import spans
-
-    groups: dict[tuple[bool, str, tuple[str, ...]], list[int]] = {}
-    for one in ranks:
-        if not one.get("processes"):
-            why = one.get("reason") or "it has no process"
-            groups.setdefault((False, why, ()), []).append(one["rank"])
-        for number, process in enumerate(one.get("processes", ())):
-            stack = tuple(map(frame_text, main_frames(process)))
-            key = (number > 0, process_location(process), stack)
-            groups.setdefault(key, []).append(one["rank"])
-    folded = [
-        {
-            "ranks": spans(sorted(set(members))),
-            "count": len(members),
-            "isChild": is_child,
-            "where": where,
-            "stack": list(stack),
-        }
-        for (is_child, where, stack), members in groups.items()
-    ]
-    return sorted(folded, key=lambda group: (group["isChild"], -group["count"], group["ranks"]))
-
-
-def describe_group(ranks: str, count: int, is_child: bool, where: str, has_stack: bool) -> str:
-    """`5 ranks (0-2, 4, 5) in …`, `rank 3 in …`, `a child of rank 3 in …`."""
-    is_one = "," not in ranks and "-" not in ranks
-    if is_child:
-        owner = f"rank {ranks}" if is_one else f"ranks {ranks}"
-        who = f"{'a child' if count == 1 else f'{count} children'} of {owner}"
-    else:
-        who = f"rank {ranks}" if is_one else f"{count} ranks ({ranks})"
-    return f"{who} in {where}" if has_stack else f"{who}: {where}"
 
 
 def summary_of(stacks: Json) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from atoll.agent.stack_text import location_of, summary_of
 from atoll.agent.stacks import threads_of_faulthandler, threads_of_py_spy
-from atoll.core.stacks import describe_group, fold, location_of, summary_of
+from atoll.server.stacks import fold
 
 REDUCE = [
     {"file": "/x/site-packages/torch/distributed/c10d.py", "line": 9, "function": "all_reduce"},
@@ -31,10 +32,7 @@ def stacks(rank: int, *frames: list[Any], **more: Any) -> dict[str, Any]:
 
 
 def lines(ranks: list[dict[str, Any]]) -> list[str]:
-    return [
-        describe_group(g["ranks"], g["count"], g["isChild"], g["where"], bool(g["stack"]))
-        for g in fold(ranks)
-    ]
+    return [group.message for group in fold(ranks)]
 
 
 def test_equal_stacks_are_one_line_and_the_odd_one_has_its_own() -> None:
@@ -48,9 +46,9 @@ def test_equal_stacks_are_one_line_and_the_odd_one_has_its_own() -> None:
 def test_a_stack_inside_of_import_has_the_lines_of_people_only() -> None:
     machinery = {"file": "<frozen importlib._bootstrap>", "line": 1, "function": "_load"}
     (group,) = fold([stacks(0, [*OPEN, machinery, REDUCE[1]])])
-    assert group["stack"] == ["data.py:3 in read: open(path)", "train.py:12 in step: all_reduce(x)"]
+    assert group.stack == ["data.py:3 in read: open(path)", "train.py:12 in step: all_reduce(x)"]
     (only,) = fold([stacks(0, [machinery])])
-    assert len(only["stack"]) == 1
+    assert len(only.stack) == 1
 
 
 def test_another_line_of_the_same_function_is_another_place() -> None:

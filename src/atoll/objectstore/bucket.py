@@ -8,7 +8,7 @@ from atoll.agent.records import RecordStore
 from atoll.core.errors import NotFound, Permanent, ValidationError
 
 if TYPE_CHECKING:
-    from atoll.objectstore import ObjectStore
+    from atoll.objectstore.client import ObjectStore
 
 # Whoever reads or writes records tries again by itself, and meanwhile must show that it lives.
 PATIENCE_S = 10.0
@@ -30,7 +30,7 @@ class Bucket(RecordStore):
     @classmethod
     def open(cls, uri: str) -> Bucket:
         try:
-            from atoll.objectstore import ObjectStore
+            from atoll.objectstore.client import ObjectStore
         except ModuleNotFoundError as error:
             raise Permanent(
                 f"records in {uri} need the package {error.name!r}: "

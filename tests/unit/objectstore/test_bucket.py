@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.agent.bucket import Bucket
 from atoll.agent.wrapper import RankAttempt
 from atoll.core.errors import ValidationError
+from atoll.objectstore.bucket import Bucket
 
 
 @pytest.fixture
