@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.agent import bucket, metric_sinks, metrics
+from atoll.agent import metric_sinks, metrics
 from atoll.agent.metric_sinks import BatchRefused, HttpSink, ObjectSink, sink_of
 from atoll.agent.metrics import Reporter
 from atoll.core.errors import Temporary
@@ -16,6 +16,7 @@ from atoll.metrics import collect
 from atoll.metrics.collect import ObjectReader, open_reader
 from atoll.metrics.series import COUNT
 from atoll.metrics.store import MetricStore
+from atoll.objectstore import bucket
 
 
 def counted(metric_store: MetricStore) -> int:
