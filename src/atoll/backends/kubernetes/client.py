@@ -71,6 +71,7 @@ ErrorT = TypeVar("ErrorT", bound=AtollError)
 T = TypeVar("T")
 IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
 MAY_I = "'kubectl auth can-i --list' shows what this account may do"
+METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 NO_LOG = re.compile(r"unable to retrieve container logs for \w+://[0-9a-f]{64}")
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 # Objects of one request. 500 pods are 5 MB, decoded in 20 ms; a training may have 1 MB.
@@ -118,6 +119,20 @@ class _PodList(TypedDict, total=False):
     items: list[PodManifest] | None
 
 
+class _Version(TypedDict):
+    name: str
+    resourceVersion: str
+
+
+class _Versioned(TypedDict):
+    metadata: _Version
+
+
+class _MetadataList(TypedDict, total=False):
+    metadata: Json
+    items: list[_Versioned] | None
+
+
 class _Event(msgspec.Struct):
     type: str
     object: msgspec.Raw
@@ -126,6 +141,7 @@ class _Event(msgspec.Struct):
 _JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
 _EVENT = json_decoder(_Event)
 _LISTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodList)}
+_METADATA = json_decoder(_MetadataList)
 _OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(PodManifest)}
 
 
@@ -191,14 +207,18 @@ class Cluster:
         labels: str = "",
         fields: str = "",
         version: str = "",
+        is_metadata: bool = False,
     ) -> ObjectList:
-        """All objects; with `version`, as they were then. Raises Gone if that is too long ago."""
+        """All objects; with `version`, as they were then. Raises Gone if that is too long ago.
+
+        `is_metadata`: only the name and the version of each, at half the cost of all of it.
+        """
         for _ in range(RESTARTS):
             items: list[Json] = []
             newest = ""
             try:
-                pages = self.pages(kind, namespace, labels=labels, fields=fields, version=version)
-                async for page in pages:
+                options = {"labels": labels, "fields": fields, "version": version}
+                async for page in self.pages(kind, namespace, is_metadata=is_metadata, **options):
                     items += page.items
                     newest = page.version
             except Gone:
@@ -209,7 +229,7 @@ class Cluster:
         raise Temporary(f"the list of {kind} did not end before the cluster forgot its version")
 
     async def pages(
-        self, kind: str, namespace: str | None = None, **options: str
+        self, kind: str, namespace: str | None = None, **options: Any
     ) -> AsyncGenerator[ObjectList, None]:
         """As `list`, page by page."""
         limit, more = PAGES.get(kind, PAGE), ""
@@ -230,6 +250,7 @@ class Cluster:
         labels: str = "",
         fields: str = "",
         version: str = "",
+        is_metadata: bool = False,
     ) -> ObjectList:
         """At most `limit` objects, from the start or from where the page before ended: `after` is
         its `more`."""
@@ -238,7 +259,12 @@ class Cluster:
             params["continue"] = after
         elif version:
             params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
-        reply = await self._send("list", kind, _path(kind, namespace), params=params)
+        headers = {"Accept": METADATA} if is_metadata else None
+        decoder = _METADATA if is_metadata else _LISTS.get(kind, _JSON)
+        path = _path(kind, namespace)
+        reply = await self._send(
+            "list", kind, path, params=params, headers=headers, decoder=decoder
+        )
         items, metadata = reply.get("items") or [], reply["metadata"]
         for item in items:  # half of an object, which nobody here reads
             item["metadata"].pop("managedFields", None)
@@ -400,6 +426,7 @@ class Cluster:
         body: Any = None,
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
+        decoder: msgspec.json.Decoder[Any] = _JSON,
     ) -> Json:
         self.requests[verb, kind] += 1
         method = {"get": "GET", "list": "GET", "create": "POST", "replace": "PUT"}.get(
@@ -416,7 +443,7 @@ class Cluster:
         self.time.update(answer.headers.get("Date"))
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
-        reply: Json = _decoded(_LISTS.get(kind, _JSON) if verb == "list" else _JSON, answer.content)
+        reply: Json = _decoded(decoder, answer.content)
         return reply
 
     @contextlib.asynccontextmanager

@@ -12,8 +12,9 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import fields, replace
 
@@ -69,6 +70,14 @@ SHARED_POLL_S = 2.0  # between observations of a launch from a script that canno
 PAUSE_A_RANK_S = 0.002  # 500 ranks and more are observed once a second
 
 
+class PodList(NamedTuple):
+    """The pods of a gang, as they were last listed."""
+
+    pods: list[Pod] = []
+    versions: list[str] = []
+    is_steady: bool = False  # the list before was the same
+
+
 class KubernetesBackend(Executor):
     """The Executor of a cluster. Options are those of `KubernetesOptions`.
 
@@ -115,7 +124,7 @@ class KubernetesBackend(Executor):
         # last read from the API server.
         self._written: dict[str, int] = {}
         self._last: dict[str, Job] = {}
-        self._listed: dict[str, list[Pod]] = {}  # the pods of the same, as they were last listed
+        self._listed: dict[str, PodList] = {}  # the pods of the same
         self._node_probes = NodeProbes(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._delayed: set[Key] = set()  # large gangs whose next observation is scheduled
@@ -443,14 +452,25 @@ class KubernetesBackend(Executor):
         if await self._jobs.reach(version, CATCH_UP_S) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
-        namespace, _ = self._object_key(training)
-        listed = await self.cluster.list("pods", namespace, labels=_labels(training))
-        pods = parsed(listed.items, self._listed.get(training.uid, ()))
-        self._listed[training.uid] = pods
+        pods = await self._list_pods(training)
         last = self._last.get(training.uid)
         if last is not None and last.is_current(pods):
             return last, pods
         return await self._read_job(training), pods
+
+    async def _list_pods(self, training: Training) -> list[Pod]:
+        """The pods of a gang that has been steady are listed whole once one of them changes."""
+        namespace, _ = self._object_key(training)
+        list_pods = partial(self.cluster.list, "pods", namespace, labels=_labels(training))
+        last = self._listed.get(training.uid, PodList())
+        if last.is_steady:
+            metadata = [item["metadata"] for item in (await list_pods(is_metadata=True)).items]
+            if [item["resourceVersion"] for item in metadata] == last.versions:
+                return last.pods
+        pods = parsed((await list_pods()).items, last.pods)
+        versions = [pod.metadata["resourceVersion"] for pod in pods]
+        self._listed[training.uid] = PodList(pods, versions, is_steady=versions == last.versions)
+        return pods
 
     async def _create(self, training: Training, desired: DesiredState) -> None:
         namespace, name = self._object_key(training)

@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.launches import training_of
 from atoll.core.errors import Denied, ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState
-from tests.unit.backends.kubernetes.kube import Json, training
+from tests.unit.backends.kubernetes.kube import Json, pod, running, training
 
 SPEC: TrainingSpec = training().spec
 
@@ -175,3 +175,36 @@ def test_the_job_of_a_launch_carries_what_others_need_to_follow_it(is_shared: bo
     job = Job(msgspec.json.decode(created.content))
     followed = training_of(job)
     assert (followed is not None and followed.uid == training().uid) == is_shared
+
+
+def test_the_pods_of_a_steady_gang_are_listed_by_their_versions_alone() -> None:
+    pods = [pod(rank, running()) for rank in range(3)]
+    for version, item in enumerate(pods, 10):
+        item["metadata"]["resourceVersion"] = str(version)
+    was_whole: list[bool] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if not request.url.path.endswith("/pods"):
+            return httpx2.Response(404, json={"code": 404})
+        was_whole.append("PartialObjectMetadata" not in request.headers["Accept"])
+        items = pods if was_whole[-1] else [{"metadata": item["metadata"]} for item in pods]
+        return httpx2.Response(200, json={"metadata": {"resourceVersion": "9"}, "items": items})
+
+    client = httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://cluster")
+    backend = KubernetesBackend(cluster=Cluster(client))
+
+    def look() -> tuple[list[bool], list[str]]:
+        was_whole.clear()
+        _, seen = asyncio.run(backend._job_and_pods(training()))
+        return was_whole[:], [one.status["phase"] for one in seen]
+
+    assert look() == ([True], ["Running"] * 3)
+    assert look() == ([True], ["Running"] * 3)  # nothing has changed since
+    assert look() == ([False], ["Running"] * 3)
+    pods[1]["status"]["phase"] = "Failed"
+    pods[1]["metadata"]["resourceVersion"] = "20"
+    assert look() == ([False, True], ["Running", "Failed", "Running"])
+    assert look()[0] == [True]
+    assert look()[0] == [False]
+    del pods[2]
+    assert look() == ([False, True], ["Running", "Failed"])
