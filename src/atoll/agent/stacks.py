@@ -194,6 +194,9 @@ def _is_starting(pid: int) -> bool:
     with contextlib.suppress(OSError, IndexError):
         if not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python"):
             return False
+        with open(f"/proc/{pid}/environ", "rb") as environment:
+            if b"ATOLL_STACKS=0" in environment.read().split(b"\0"):
+                return False
         with open(f"/proc/{pid}/stat", errors="replace") as stat, open("/proc/uptime") as uptime:
             started_s = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
             return float(uptime.read().split()[0]) - started_s < STARTING_S
