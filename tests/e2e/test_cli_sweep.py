@@ -80,6 +80,12 @@ def test_a_training_is_stopped_early_and_stays_so(atoll: Any) -> None:
     assert runs(atoll).count("7.0/1") == 1
 
 
+def test_a_rule_for_a_metric_that_nobody_reported_is_named(atoll: Any) -> None:
+    done = sweep(atoll, "--name", "typo", "--set", "lr=0.1", "--stop-when", "lss>5")
+    assert done.returncode == 0, done.stderr
+    assert "--stop-when lss>5: no training reported 'lss'; they reported loss" in done.stderr
+
+
 def test_ctrl_c_cancels_what_runs_and_the_same_command_goes_on(lone_atoll: Any) -> None:
     atoll = lone_atoll
     (atoll.cwd / "train.py").write_text(SCRIPT)

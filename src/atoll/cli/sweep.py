@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from atoll.core.settings import Settings
     from atoll.core.status import Training
     from atoll.sdk.client import Client
+    from atoll.sdk.search import StopRule
     from atoll.sdk.sweep import SweepRun
 
 POLL_S = 2.0  # between two reads of the metrics: ranks report every second
@@ -201,7 +202,7 @@ def _run(
 
     resolve(jobs[0])  # refuses bad options before anything is sent
     client = Client()
-    view = View(client, group, is_json=is_json)
+    view = View(client, group, rules, is_json=is_json)
     run = SweepRun(
         client,
         jobs,
@@ -284,9 +285,12 @@ def exit_code(run: SweepRun, signal_number: int | None) -> int:
 class View:
     """The table of a sweep: redrawn on a terminal, elsewhere a line for each change."""
 
-    def __init__(self, client: Client, group: str, *, is_json: bool) -> None:
+    def __init__(
+        self, client: Client, group: str, rules: Sequence[StopRule], *, is_json: bool
+    ) -> None:
         self._client = client
         self._group = group
+        self._rules = rules
         self._is_json = is_json
         self._draw: Callable[[str], None] | None = None
         self._phases: dict[int, str] = {}
@@ -311,7 +315,9 @@ class View:
 
     def show(self, run: SweepRun) -> None:
         if self._draw is not None:
-            self._draw(f"{self._head(run)}\n\n{self._table(run)}")
+            trainings = [run.trainings[at] for at in sorted(run.trainings)]
+            table = self._table(trainings, self._metrics(trainings))
+            self._draw(f"{self._head(run)}\n\n{table}")
             return
         for at, training in run.trainings.items():
             phase = training.status.phase.value or "new"
@@ -321,10 +327,14 @@ class View:
 
     def end(self, run: SweepRun) -> None:
         self._read_again(run)
+        trainings = [run.trainings[at] for at in sorted(run.trainings)]
+        metrics = self._metrics(trainings)
+        for line in unused_rules(self._rules, metrics):
+            self.note(line)
         if self._is_json:
-            self._print_json(run)
+            self._print_json(run, metrics)
             return
-        print(self._table(run))
+        print(self._table(trainings, metrics))
         for at in sorted(run.stopped):
             print(f"{run.trainings[at].display_name}: stopped early: {run.stopped[at]}")
         for line in failure_lines(run):
@@ -353,11 +363,10 @@ class View:
         counts = f"{ended} of {len(run.jobs)} over, {len(run.running)} running, {waiting} waiting"
         return f"sweep {self._group}: {counts}"
 
-    def _table(self, run: SweepRun) -> str:
+    def _table(self, trainings: Sequence[Training], metrics: Any) -> str:
         from atoll.cli.output import experiment_table
 
-        trainings = [run.trainings[at] for at in sorted(run.trainings)]
-        return experiment_table(trainings, self._metrics(trainings), has_settings=True)
+        return experiment_table(trainings, metrics, has_settings=True)
 
     def _metrics(self, trainings: Sequence[Training]) -> Any:
         from atoll.cli.trainings import read_metrics
@@ -367,11 +376,9 @@ class View:
             return read_metrics(self._client, trainings)
         return {}
 
-    def _print_json(self, run: SweepRun) -> None:
+    def _print_json(self, run: SweepRun, metrics: Any) -> None:
         from atoll.cli.output import print_json, ps_json
 
-        trainings = [run.trainings[at] for at in sorted(run.trainings)]
-        metrics = self._metrics(trainings)
         items = [
             {
                 **ps_json(run.trainings[at], metrics.get(run.trainings[at].uid, {})),
@@ -390,6 +397,21 @@ def _change(run: SweepRun, at: int) -> str:
     if at in run.stopped:
         return f"{training.display_name} stopped early: {run.stopped[at]}"
     return f"{training.display_name} {training.status.phase.value}"
+
+
+def unused_rules(
+    rules: Sequence[StopRule], metrics: Mapping[str, Mapping[str, object]]
+) -> list[str]:
+    """A line for each rule whose metric no training has reported; `metrics` are by uid and name."""
+    names = {name for each in metrics.values() for name in each}
+    if not names:
+        return []
+    known = ", ".join(sorted(name for name in names if "/" not in name)) or "none"
+    return [
+        f"--stop-when {rule}: no training reported {rule.metric!r}; they reported {known}"
+        for rule in rules
+        if rule.metric not in names
+    ]
 
 
 def failure_lines(run: SweepRun) -> list[str]:
