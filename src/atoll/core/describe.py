@@ -107,8 +107,9 @@ def _stalls(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if stopped := sorted(set(new.stalled) - set(old.stalled)):
         is_one = len(stopped) == 1
         text = f"{'has' if is_one else 'have'} reported nothing, printed nothing and used no CPU"
-        yield "Warning", "RankStalled", f"{describe_ranks(stopped)} {text} for stall_s"
-    alive = {r.rank for r in new.ranks if r.is_alive}
+        yield "Warning", "RankStalled", f"{describe_ranks(stopped)} {text} within its stall timeout"
+    # One that is to stop may use some CPU for that.
+    alive = {r.rank for r in new.ranks if r.is_alive and r.rank < new.world.target}
     if moving := sorted((set(old.stalled) - set(new.stalled)) & alive):
         verb = "moves" if len(moving) == 1 else "move"
         yield "Normal", "RankMoves", f"{describe_ranks(moving)} {verb} again"

@@ -45,7 +45,7 @@ def test_a_rank_that_does_not_move_is_told_of_once_and_taken_back() -> None:
     assert reasons(one) == [
         (
             "RankStalled",
-            "rank 1 has reported nothing, printed nothing and used no CPU for stall_s",
+            "rank 1 has reported nothing, printed nothing and used no CPU within its stall timeout",
         )
     ]
     condition = stalled(one.status)
@@ -61,6 +61,15 @@ def test_a_rank_that_does_not_move_is_told_of_once_and_taken_back() -> None:
     condition = stalled(back.status)
     assert condition is not None
     assert condition.status == "False"
+
+
+def test_a_stalled_rank_that_is_scaled_away_does_not_move_again() -> None:
+    one = after(Status(), 101.0, 0.0, 10.0, None)
+    assert one.status.stalled == {1: 91.0}
+    smaller = replace(SPEC, world_size=WorldSize(min=1, target=1, max=3))
+    away = after(one.status, 102.0, 0.0, 0.1, spec=smaller)
+    assert away.status.stalled == {}
+    assert reasons(away) == []
 
 
 def test_nothing_is_told_where_nobody_asked() -> None:
