@@ -59,8 +59,11 @@ def test_more_than_the_machine_has_are_refused_by_name(lone_atoll: Any) -> None:
     lone_atoll.configure('[executors.local]\ngpus = 2\ncpu = 2\nmemory = "1Gi"\n')
     for options, message in (
         (("-n", "3", "--gpus", "1"), "has 2 GPUs, and 3 ranks would need 3"),
-        (("--cpu", "3"), "has 2 CPUs, and a rank would need 3 CPUs"),
-        (("-n", "2", "--memory", "600Mi"), "has 1 GiB of memory, and 2 ranks would need 1.2 GiB"),
+        (("--cpu", "3"), ", and a rank would need 3 CPUs"),
+        (
+            ("-n", "2", "--memory", "600Mi"),
+            "has 1 GiB of memory for all ranks ('atoll limits'), and 2 ranks would need 1.2 GiB",
+        ),
     ):
         done = lone_atoll("run", *options, "--", "true")
         assert done.returncode == 2, done.stderr

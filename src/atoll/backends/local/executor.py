@@ -283,7 +283,9 @@ class LocalBackend(FolderLogs):
         for name, amount in requested(needs).items():
             total = self._limits.get(name)
             if name != SLOTS and total is not None and least * amount > total:
-                ranks = f", and {least} ranks" if least > 1 else ", and a rank"
+                is_own = total == self._machine.totals().get(name)
+                limit = "" if is_own else " for all ranks ('atoll limits')"
+                ranks = f"{limit}, and {least} ranks" if least > 1 else f"{limit}, and a rank"
                 asked = amount_text(name, least * amount)
                 expected = f"{self._host} has {amount_text(name, total)}{ranks} would need {asked}"
                 raise ValidationError(name, getattr(needs, name), expected)
