@@ -76,7 +76,7 @@ BAD = [
     (("ps", "--phase", "sleeping"), "'sleeping' is not one of"),
     (("serve", "--port", "70000"), "70000 is not in the range 0<=x<=65535"),
     (("serve", "--slots", "0"), "0 is not in the range x>=1"),
-    (("token", "create", "--namespace", "No"), "namespace: 'No' is not valid"),
+    (("token", "create", "--namespace", "No"), "--namespace: 'No' is not valid"),
     (("estimate", "--parameters", "big", "--step-s", "1", "--link-gbps", "1"), "expected a count"),
     (("completion", "tcsh"), "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
     (("completion",), "Choose from: bash, zsh, fish: see"),

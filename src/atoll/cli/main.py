@@ -208,7 +208,11 @@ def report_misuse(error: click.ClickException) -> int:
 
 def option_names() -> dict[str, str]:
     """Options of the command that runs, by the field that each sets: `--cpu` for `cpu`."""
-    command = app.get_command(click.Context(app), sys.argv[1]) if sys.argv[1:] else None
+    command: click.Command | None = app
+    for word in sys.argv[1:]:
+        if not isinstance(command, click.Group):
+            break
+        command = command.get_command(click.Context(command), word)
     options = {flag for each in (command.params if command else ()) for flag in each.opts}
     return {flag.removeprefix("--"): flag for flag in options if flag.startswith("--")}
 

@@ -478,7 +478,7 @@ def own_folder(folder: str | os.PathLike[str]) -> Path:
 
     Raises ValidationError.
     """
-    root = Path(folder)
+    root = Path(folder).absolute()  # an engine that is told the path may work elsewhere
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not (root / OWNED).exists():

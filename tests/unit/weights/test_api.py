@@ -284,6 +284,16 @@ def test_a_folder_that_others_read_is_never_written(tmp_path: Path) -> None:
     assert sorted(each.name for each in out.iterdir()) == names
 
 
+def test_the_path_of_a_version_is_good_in_every_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Publisher(tmp_path / "a").publish(weights(1))
+    follower = Follower(tmp_path / "a")
+    follower.next()
+    monkeypatch.chdir(tmp_path)
+    assert follower.write("out") == f"{tmp_path}/out/v2"
+
+
 def test_a_folder_that_had_versions_of_another_channel_has_those_of_the_new_one(
     tmp_path: Path,
 ) -> None:
