@@ -143,16 +143,13 @@ class KubernetesExecutor(ReplicaSurface):
         """What such a launch would create, the Job last. Sends nothing to the cluster."""
         from atoll.backends.kubernetes.code import render_parts
         from atoll.backends.kubernetes.launches import as_launch
-        from atoll.backends.kubernetes.render import render_job, render_service, render_world
+        from atoll.backends.kubernetes.render import render_gang
 
         training = self._new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         desired = DesiredState(version=1, size=n_replicas)
-        objects = [
-            *(render_parts(training.spec.code) if training.spec.code else ()),
-            render_world(training, desired, self._options, None),
-            render_service(training, self._options, None),
-            as_launch(render_job(training, desired, self._options), training.spec),
-        ]
+        objects = render_parts(training.spec.code) if training.spec.code else []
+        objects += render_gang(training, desired, self._options)
+        as_launch(objects[-1], training.spec)
         for item in objects:
             item["metadata"]["namespace"] = self._namespace
         return objects

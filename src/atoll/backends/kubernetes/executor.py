@@ -34,9 +34,8 @@ from atoll.backends.kubernetes.render import (
     gang_name,
     owner_of,
     rank_layout,
+    render_gang,
     render_job,
-    render_service,
-    render_world,
 )
 from atoll.backends.kubernetes.results import read_without_results, result_in_log, strip_results
 from atoll.backends.launch import store_uri_of
@@ -163,11 +162,7 @@ class KubernetesBackend(Executor):
         """The objects of the ranks, as `kubectl create -f` takes them; needs no cluster."""
         options.check(training.spec)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
-        objects = [
-            render_world(training, desired, options, None),
-            render_service(training, options, None),
-            render_job(training, desired, options),
-        ]
+        objects = render_gang(training, desired, options)
         for item in objects:
             item["metadata"]["namespace"] = options.namespace or "default"
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
@@ -199,22 +194,17 @@ class KubernetesBackend(Executor):
         namespace, name = self._object_key(training)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
         try:
-            for kind, item in (
-                ("configmaps", render_world(training, desired, self.options, None)),
-                ("services", render_service(training, self.options, None)),
-            ):
+            *named, job = render_gang(training, desired, self.options)
+            if self.is_shared:
+                as_launch(job, training.spec)
+            for kind, item in zip(("configmaps", "services"), named, strict=True):
                 await self.cluster.patch(kind, namespace, name, item, type="apply", is_dry_run=True)
-            job = self.render_job(training, desired, None)
             await self.cluster.create("jobs", namespace, job, is_dry_run=True)
         except NotFound as error:  # nothing else has to exist
             expected = "expected a namespace that exists in the cluster"
             raise ValidationError("namespace", namespace, expected) from error
         except Rejected as error:
             raise _refusal(error) from error
-
-    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
-        job = render_job(training, desired, self.options, owner)
-        return as_launch(job, training.spec) if self.is_shared else job
 
     async def close(self) -> None:
         await self.stop()
@@ -476,7 +466,9 @@ class KubernetesBackend(Executor):
         namespace, name = self._object_key(training)
         await self._writer.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
-        body = self.render_job(training, desired, owner)
+        body = render_job(training, desired, self.options, owner)
+        if self.is_shared:
+            as_launch(body, training.spec)
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:

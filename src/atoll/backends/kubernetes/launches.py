@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 def as_launch(job: Json, spec: TrainingSpec) -> Json:
-    """The Job of a launch: its container is called `replica`, and it carries its spec."""
+    """Makes it the Job of a launch: its container is called `replica`, and it carries its spec."""
     first = job["spec"]["template"]["spec"]["containers"][0]
     first["name"] = REPLICA
     annotations = job["metadata"].setdefault("annotations", {})

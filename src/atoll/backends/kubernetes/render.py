@@ -74,12 +74,6 @@ from atoll.mesh.watch import fabric_folder
 Json = dict[str, Any]
 
 SOURCE_DIR = "/atoll/source"
-# Of a pod's spec, in the order in which they are always written.
-FIRST_FIELDS = (
-    *("serviceAccountName", "runtimeClassName", "priorityClassName", "schedulerName"),
-    *("securityContext", "hostNetwork", "shareProcessNamespace", "dnsPolicy"),
-    *("nodeSelector", "affinity"),
-)
 TERMINATION_LOG = "/dev/termination-log"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
 REPORT = "process.py"  # the key in the gang's ConfigMap
@@ -164,6 +158,15 @@ def render_world(
             )
         body["binaryData"] = {"source": base64.b64encode(source.content).decode()}
     return body
+
+
+def render_gang(training: Training, desired: DesiredState, options: Options) -> list[Json]:
+    """All that a new gang is made of beside its code: ConfigMap, Service and Job."""
+    return [
+        render_world(training, desired, options, None),
+        render_service(training, options, None),
+        render_job(training, desired, options),
+    ]
 
 
 def render_size(desired: DesiredState) -> dict[str, str]:
@@ -261,18 +264,14 @@ def gang_metadata(
 def _template(training: Training, options: Options) -> Json:
     spec = training.spec
     name = gang_name(training)
-    # Fields that atoll leaves to the patch are here for their place among the others.
     pod = options.patched(
         {
             "restartPolicy": "Never",
             "subdomain": name,
             "terminationGracePeriodSeconds": math.ceil(spec.stop_grace_s),
             "containers": [_container(training, options)],
-            "tolerations": None,
             "enableServiceLinks": False,
-            **dict.fromkeys(FIRST_FIELDS),
             "topologySpreadConstraints": spread(training),
-            "imagePullSecrets": None,
             "volumes": _volumes(training, options),
         }
     )
@@ -322,8 +321,6 @@ def _container(training: Training, options: Options) -> Json:
         "env": _environment(training, launch, options),
         # The last lines of a rank that failed travel in its status, however soon it is deleted.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "imagePullPolicy": None,
-        "securityContext": None,
         "workingDir": spec.working_dir,
         "resources": _resources(spec.resources, options),
         "volumeMounts": mounts,
