@@ -29,6 +29,7 @@ from tests.e2e.kubernetes.control_plane import ControlPlane, assets  # noqa: E40
 
 from atoll.backends.kubernetes.client import Cluster, gather  # noqa: E402
 from atoll.backends.kubernetes.executor import KubernetesBackend  # noqa: E402
+from atoll.backends.kubernetes.options import KubernetesOptions  # noqa: E402
 from atoll.core.errors import Temporary  # noqa: E402
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import DesiredState, Training  # noqa: E402
@@ -38,7 +39,7 @@ IDLE_S = 10.0
 
 
 async def measure(cluster: Cluster, size: int) -> dict[str, Any]:
-    executor = KubernetesBackend(cluster=cluster, image="none:1")
+    executor = KubernetesBackend(cluster, KubernetesOptions(image="none:1"))
     world = WorldSize(min=1, target=size, max=size)
     spec = TrainingSpec(
         name=f"bench-{size}", command=["true"], world_size=world, executor="kubernetes"

@@ -26,11 +26,11 @@ import atoll
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.names import GATE_OPENED, INDEX
+from atoll.backends.kubernetes.options import ClusterOptions
 from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller
 from atoll.core.clock import Now
 from atoll.core.status import Training
-from atoll.operator.run import DEFAULTS
 from atoll.operator.store import KubernetesStore
 
 Json = dict[str, Any]
@@ -153,7 +153,7 @@ async def count() -> dict[str, set[str]]:
             return training
 
     store = Store(cluster)
-    executor = KubernetesBackend(cluster=cluster, is_owner=True, **DEFAULTS)
+    executor = KubernetesBackend(cluster, ClusterOptions(), is_owner=True)
     informer = Informer(store)
     await server.put("trainings", deepcopy(TRAINING))
 

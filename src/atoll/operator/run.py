@@ -24,6 +24,7 @@ from typing import Any
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.names import REPORT_KEY
+from atoll.backends.kubernetes.options import ClusterOptions
 from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Now
 from atoll.core.config import Config, parse
@@ -54,13 +55,6 @@ from atoll.server.ui.sessions import Sessions
 log = logging.getLogger(__name__)
 
 KIND = "kubernetes"
-# Jobs stay until the controller has read the exits; it enforces the deadline.
-DEFAULTS = {
-    "is_controlled": True,
-    "is_start_gated": True,
-    "ttl_seconds_after_finished": None,
-    "deadline_margin_s": 60,
-}
 RETRY_S = 2.0  # an API server that restarts is back in some seconds
 
 
@@ -72,7 +66,7 @@ class Operator:
     api_cluster: Cluster  # its watches of clients never hold up the lease
     home: str
     namespace: str | None
-    options: dict[str, Any]
+    options: ClusterOptions
     folder: Path
     config: Config = field(default_factory=Config)
     webhooks: Sequence[Webhook] = ()
@@ -111,10 +105,10 @@ class Operator:
         self, front: LeaderFront, metrics: MetricStore, background: BackgroundTasks
     ) -> AsyncIterator[None]:
         """The HTTP API answers."""
-        cluster, key = self.api_cluster, self.options.get("report_key", "")
+        cluster, key = self.api_cluster, self.options.report_key
         store = KubernetesStore(cluster, self.namespace)
         tokens = KubernetesTokens(cluster, self.home)
-        executor = KubernetesBackend(cluster=cluster, **self.options)
+        executor = KubernetesBackend(cluster, self.options)
         streams = Streams()
         app = create_app(
             store=store,
@@ -143,7 +137,7 @@ class Operator:
     ) -> None:
         """Runs a controller, and what goes on beside it; none of that ends the controller."""
         cluster = self.cluster
-        executor = KubernetesBackend(**self.options, cluster=cluster, is_owner=True)
+        executor = KubernetesBackend(cluster, self.options, is_owner=True)
         tasks = assemble(
             store=self.store,
             executors={executor.name: executor},
@@ -210,7 +204,7 @@ async def run_operator(
         retry_s=lease_duration_s / 8,
     )
     image = options.get("agent_image") or await _own_image(cluster, home)
-    options = {**DEFAULTS, **options, "namespace": namespace, "agent_image": image}
+    options |= {"namespace": namespace, "agent_image": image}
     key = b"" if listening is None else await _report_key(cluster, home)
     if key:
         options["report_key"] = key.hex()
@@ -219,7 +213,8 @@ async def run_operator(
     try:
         with _folder(data) as folder:
             operator = Operator(
-                *(cluster, api_cluster, home, namespace, options, folder, settings, webhooks)
+                *(cluster, api_cluster, home, namespace, ClusterOptions(**options)),
+                *(folder, settings, webhooks),
             )
             async with asyncio.TaskGroup() as tasks:
                 if listening is not None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from atoll.backends.kubernetes.gpus import EKS_GPU_NODES
 from atoll.backends.kubernetes.names import CONTAINER, REPLICA
@@ -98,7 +98,6 @@ class KubernetesExecutor(ReplicaSurface):
         if settings.get("node_selector", {}) is None:
             settings["node_selector"] = {}
         self._options = KubernetesOptions(**settings)
-        self._arguments = settings
         self._way = (context, kubeconfig)
         self._run = None if run_id is None else name_part("run_id", run_id)
         self.namespace = self._namespace = options.get("namespace") or "default"
@@ -114,8 +113,7 @@ class KubernetesExecutor(ReplicaSurface):
 
         cluster = self._connect()
         self.namespace = self._namespace = self._options.namespace or cluster.namespace
-        settings = self._arguments | {"namespace": self._namespace}
-        return KubernetesBackend(cluster=cluster, **settings)
+        return KubernetesBackend(cluster, replace(self._options, namespace=self._namespace))
 
     def _job_name(self, training: Training) -> str:
         from atoll.backends.kubernetes.render import gang_name

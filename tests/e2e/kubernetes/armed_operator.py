@@ -18,8 +18,8 @@ from typing import Any
 
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.options import ClusterOptions
 from atoll.controller.loop import Controller
-from atoll.operator.run import DEFAULTS
 from atoll.operator.store import KubernetesStore
 from tests.support.serve import Crashing
 
@@ -40,7 +40,7 @@ async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     cluster = Cluster.connect()
     store = KubernetesStore(cluster, namespace)
     executor = KubernetesBackend(
-        cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
+        cluster, ClusterOptions(namespace=namespace, **options), is_owner=True
     )
     # A step within a followup.
     steps = Armed(SimpleNamespace(patch_pods=executor._writer.patch_pods), file)

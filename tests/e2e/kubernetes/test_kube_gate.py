@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Training
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
@@ -236,7 +237,8 @@ def test_without_the_gate_such_an_image_runs(
 def test_a_look_at_ranks_that_wait_costs_one_request(space: Space, run: Callable[..., Any]) -> None:
     async def cost_of(looks: int) -> int:
         executor = KubernetesBackend(
-            cluster=space.site.connect(), namespace=space.name, image=IMAGE, is_start_gated=True
+            space.site.connect(),
+            KubernetesOptions(namespace=space.name, image=IMAGE, is_start_gated=True),
         )
         world = WorldSize(min=3, target=3, max=3)
         spec = TrainingSpec(name="tiny", command=FOREVER, world_size=world, executor="kubernetes")

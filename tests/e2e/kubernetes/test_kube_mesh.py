@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.local.etcd_server import start_etcd, stop_etcd
 from atoll.core.mesh import MeshState
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
@@ -270,7 +271,7 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
     async def scene() -> None:
         cluster = space.site.connect()
         executor = KubernetesBackend(
-            cluster=cluster, namespace=space.name, etcd_image=ETCD, agent_image=ATOLL
+            cluster, KubernetesOptions(namespace=space.name, etcd_image=ETCD, agent_image=ATOLL)
         )
         training = Training(
             namespace=space.name,

@@ -118,7 +118,7 @@ def test_a_dry_run_refuses_what_the_api_server_refuses_and_names_the_field(
             job = render_job(training(), DesiredState(version=1, size=3), options)
             name = f"try-{number}"
             jobs[name] = {**job, "metadata": {**job["metadata"], "name": name}}
-            backend = KubernetesBackend(cluster=cluster, **options_of(value))
+            backend = KubernetesBackend(cluster, options)
             try:
                 await backend.dry_run(training().spec, space.name)
             except ValidationError as error:

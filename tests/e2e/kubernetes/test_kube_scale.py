@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.controller.loop import Controller
 from atoll.core.errors import ObjectTooLarge, Temporary
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -70,9 +71,10 @@ class Scene:
         self.cluster = site.connect()
         self.store = KubernetesStore(self.cluster, SPACE)
         self.executor = KubernetesBackend(
-            cluster=self.cluster, is_owner=True, namespace=SPACE, is_start_gated=True,
-            has_exit_finalizer=True,
-        )  # fmt: skip
+            self.cluster,
+            KubernetesOptions(namespace=SPACE, is_start_gated=True, has_exit_finalizer=True),
+            is_owner=True,
+        )
         self.codes: dict[int, int] = {}
         self._hands = KubeletCluster.connect(kubeconfig=str(site.kubeconfig))
         self.kubelet = FakeKubelet(self._hands, SPACE, self.codes.get)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from atoll.backends.kubernetes.options import ClusterOptions
 from atoll.backends.kubernetes.pod import Pod
 from atoll.controller.loop import Pass
 from atoll.core.errors import Permanent, Temporary
@@ -57,7 +58,7 @@ class Leases(Objects):
 
 def operator(folder: Path) -> Operator:
     cluster: Any = Leases()
-    return Operator(cluster, cluster, "home", None, {"image": "x"}, folder)
+    return Operator(cluster, cluster, "home", None, ClusterOptions(image="x"), folder)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from atoll.backends.kubernetes.client import Cluster, Mirror, Rejected
 from atoll.backends.kubernetes.companions import Companions
@@ -78,7 +78,7 @@ class PodList(NamedTuple):
 
 
 class KubernetesBackend(Executor):
-    """The Executor of a cluster. Options are those of `KubernetesOptions`.
+    """The Executor of a cluster.
 
     With `is_owner`, the Job belongs to a Training object of the same cluster, and Kubernetes
     deletes it with that object.
@@ -89,31 +89,19 @@ class KubernetesBackend(Executor):
     SUPPORTS = SUPPORTS
 
     def __init__(
-        self,
-        *,
-        cluster: Cluster | None = None,
-        context: str | None = None,
-        is_owner: bool = False,
-        clock: Callable[[], float] | None = None,
-        **options: Any,
+        self, cluster: Cluster, options: KubernetesOptions, *, is_owner: bool = False
     ) -> None:
-        try:
-            self.options = KubernetesOptions(**options)
-        except TypeError as error:
-            raise ValidationError("options", sorted(options), str(error)) from error
-        self.cluster = cluster or Cluster.connect(context)
+        self.cluster = cluster
+        self.options = options
         self._is_owner = is_owner
         self._kubectl_flags: list[str] = []  # with which kubectl reaches this cluster
-        self._clock = clock = clock or (lambda: self.cluster.time())
         self._archive = Archive(self.cluster)
         self._writer = GangWriter(
-            *(self.cluster, self.options, self._archive, self._patch_job, clock), is_owner=is_owner
+            cluster, options, self._archive, self._patch_job, is_owner=is_owner
         )
         self._object_key = self._writer.object_key
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
-        self._jobs: Mirror[Job] = Mirror(
-            self.cluster, "jobs", self.options.namespace, Job, self._note
-        )
+        self._jobs: Mirror[Job] = Mirror(cluster, "jobs", options.namespace, Job, self._note)
         self._deleted = DeletedPods(self.cluster, self.options.namespace, self._changed.put_nowait)
         self._pods: Mirror[Pod] = Mirror(
             *(self.cluster, "pods", self.options.namespace, Pod.shared, self._note),
@@ -140,12 +128,10 @@ class KubernetesBackend(Executor):
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
         cluster = Cluster.connect(table.context, file)
-        settings = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
-        settings["namespace"] = table.namespace or cluster.namespace
-        settings["labels"] = {**table.labels, PLANE: home.plane}
-        if table.reports_uri is not None:
-            settings["report_key"] = key_at(home.state_dir).hex()
-        executor = cls(cluster=cluster, **settings)
+        key = table.report_key if table.reports_uri is None else key_at(home.state_dir).hex()
+        namespace = table.namespace or cluster.namespace
+        labels = {**table.labels, PLANE: home.plane}
+        executor = cls(cluster, replace(table, namespace=namespace, labels=labels, report_key=key))
         executor.name = name
         flags = {"--kubeconfig": file, "--context": table.context}
         executor._kubectl_flags = [f"{flag}={value}" for flag, value in flags.items() if value]
@@ -243,7 +229,7 @@ class KubernetesBackend(Executor):
 
     async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
-        now = self._clock()
+        now = self.cluster.time()
         companions = [pod for pod in pods if pod.part != CONTAINER]
         ranks = len(pods) - len(companions)
         pod_error, asks_in_s = await self._diagnosis.of(training, job, ranks, now)
@@ -263,7 +249,7 @@ class KubernetesBackend(Executor):
     async def perform(self, training: Training, followup: Followup) -> None:
         await self._writer.perform(training, followup)
         await self._companions.perform(
-            training, self._object_key(training)[0], followup, self._clock()
+            training, self._object_key(training)[0], followup, self.cluster.time()
         )
 
     async def exec_target(self, training: Training, rank: RankStatus) -> ExecTarget:
@@ -280,7 +266,9 @@ class KubernetesBackend(Executor):
 
     async def measure(self, training: Training) -> None:
         job = await self._job(training)
-        await self._companions.measure(training, self._object_key(training)[0], job, self._clock())
+        await self._companions.measure(
+            training, self._object_key(training)[0], job, self.cluster.time()
+        )
 
     async def release(self, training: Training) -> None:
         """Ends the Job for good. It and its pods stay for their logs until `purge`."""
@@ -307,7 +295,7 @@ class KubernetesBackend(Executor):
         """Raises Temporary while a pod ends: the Job would count it as running, and delete it with
         its log."""
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in pods):
+        if any(pod.is_ending(self.cluster.time()) for pod in pods):
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
 
     async def _release(self, training: Training) -> None:
@@ -496,7 +484,7 @@ class KubernetesBackend(Executor):
             await self._archive.begin(stopping, len(pods))
         await self._writer.resize(training, desired, job)
         try:
-            await self._patch_job(training, job.resize(desired, self._clock()))
+            await self._patch_job(training, job.resize(desired, self.cluster.time()))
         except Conflict:  # its status has changed; its desired state may have, too
             newer = Job(await self.cluster.get("jobs", namespace, name))
             await self._resize(training, desired, newer)

@@ -101,7 +101,6 @@ class GangWriter:
         options: KubernetesOptions,
         archive: Archive,
         patch_job: Callable[[Training, Json], Awaitable[None]],
-        clock: Callable[[], float] = time.time,
         *,
         is_owner: bool,
     ) -> None:
@@ -109,7 +108,6 @@ class GangWriter:
         self._options = options
         self._archive = archive
         self._patch_job = patch_job
-        self._clock = clock
         self._is_owner = is_owner
         self._code = CodeMaps(cluster)
 
@@ -125,7 +123,7 @@ class GangWriter:
                 await self._archive.settle(pods, LOG_S)
                 await self._drop_finalizers(pods)
             case MarkStopped(pods=pods):
-                stopped = _render_stopped(self._clock())
+                stopped = _render_stopped(self._cluster.time())
                 await self.patch_pods(pods, lambda _: stopped, type="strategic", part="status")
             case OpenGate(pods=pods, together=together):
                 await self._note_opened(training)

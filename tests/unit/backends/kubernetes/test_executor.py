@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.launches import training_of
 from atoll.core.errors import Denied, ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import DesiredState
-from tests.unit.backends.kubernetes.kube import Json, pod, running, training
+from tests.unit.backends.kubernetes.kube import Json, Options, pod, running, training
 
 SPEC: TrainingSpec = training().spec
 
@@ -45,7 +45,7 @@ class Server:
     def backend(self, **options: Any) -> Any:
         transport = httpx2.MockTransport(self)
         client = httpx2.AsyncClient(transport=transport, base_url="http://cluster")
-        return KubernetesBackend(cluster=Cluster(client), **options)
+        return KubernetesBackend(Cluster(client), Options(**options))
 
 
 def invalid(field: str, reason: str) -> tuple[int, Json]:
@@ -191,7 +191,7 @@ def test_the_pods_of_a_steady_gang_are_listed_by_their_versions_alone() -> None:
         return httpx2.Response(200, json={"metadata": {"resourceVersion": "9"}, "items": items})
 
     client = httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://cluster")
-    backend = KubernetesBackend(cluster=Cluster(client))
+    backend = KubernetesBackend(Cluster(client), Options())
 
     def look() -> tuple[list[bool], list[str]]:
         was_whole.clear()

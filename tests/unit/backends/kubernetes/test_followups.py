@@ -107,7 +107,7 @@ def test_a_look_asks_for(case: str) -> None:
 
 
 def test_a_gang_whose_configmap_is_gone_gets_it_back() -> None:
-    name = KubernetesBackend(cluster=object())._object_key(training())[1]  # type: ignore[arg-type]
+    name = KubernetesBackend(object(), Options())._object_key(training())[1]  # type: ignore[arg-type]
     STUCK["status"]["containerStatuses"][0]["state"]["waiting"]["message"] = (
         f'configmap "{name}" not found'
     )
@@ -152,6 +152,9 @@ class Patches:
         self.done.append((kind, part, body))
         return body
 
+    def time(self) -> float:
+        return NOW
+
     def capture(self, pod: Pod, ranks: int) -> None:
         self.done.append(("capture", "", pod.rank))
 
@@ -163,7 +166,7 @@ class Patches:
 
     def perform(self, followup: Followup) -> list[tuple[str, str, Any]]:
         cluster: Any = self
-        parts = (cluster, Options(), cluster, self.patch_job, lambda: NOW)
+        parts = (cluster, Options(), cluster, self.patch_job)
         self.done = []
         asyncio.run(GangWriter(*parts, is_owner=True).perform(training(), followup))
         return self.done

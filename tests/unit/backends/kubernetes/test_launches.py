@@ -100,7 +100,7 @@ def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:
             raise NotFound("namespaces", "team")
 
     cluster = cast(Cluster, Elsewhere())
-    jobs = KubernetesBackend(cluster=cluster, image="image:1", namespace="team")
+    jobs = KubernetesBackend(cluster, KubernetesOptions(image="image:1", namespace="team"))
     jobs.is_shared = True
     with pytest.raises(ValidationError, match="namespace: 'team' is not valid: .* that exists"):
         asyncio.run(jobs.dry_run(SPEC, "team"))

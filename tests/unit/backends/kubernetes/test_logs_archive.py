@@ -13,7 +13,7 @@ from atoll.backends.kubernetes import logs
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.core.status import DesiredState
-from tests.unit.backends.kubernetes.kube import Json, job, pod, running, training
+from tests.unit.backends.kubernetes.kube import Json, Options, job, pod, running, training
 
 BREAKS = httpx2.ReadError("the container is gone")
 
@@ -82,7 +82,7 @@ def test_a_scale_down_reads_the_logs_first_and_keeps_what_was_read(
         client = httpx2.AsyncClient(
             transport=httpx2.MockTransport(server), base_url="https://kubernetes"
         )
-        backend = KubernetesBackend(cluster=Cluster(client), namespace="team-a")
+        backend = KubernetesBackend(Cluster(client), Options(namespace="team-a"))
         await backend.apply(training(), DesiredState(version=2, size=2))
         if not is_closed_at_once:
             async with asyncio.timeout(30):

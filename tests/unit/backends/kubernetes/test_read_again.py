@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -171,8 +173,8 @@ def test_a_pod_is_parsed_once_however_often_it_is_observed(monkeypatch: pytest.M
     monkeypatch.setattr(Pod, "__init__", count)
 
     async def work() -> None:
-        backend = KubernetesBackend(cluster=object(), kubelet_port=None)  # type: ignore[arg-type]
-        backend._clock = lambda: NOW
+        cluster: Any = SimpleNamespace(time=lambda: NOW)
+        backend = KubernetesBackend(cluster, Options(kubelet_port=None))
         for mirror in (backend._jobs, backend._pods):
             mirror.is_live = True
         gang = job()

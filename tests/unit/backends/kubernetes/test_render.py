@@ -379,9 +379,9 @@ def test_every_option_reaches_the_job(option: str) -> None:
 
 
 def test_the_namespace_option_decides_where_the_job_is_made() -> None:
-    executor = KubernetesBackend(cluster=object(), namespace="jobs")
+    executor = KubernetesBackend(object(), Options(namespace="jobs"))
     assert executor._object_key(training())[0] == "jobs"
-    assert KubernetesBackend(cluster=object())._object_key(training())[0] == "team-a"
+    assert KubernetesBackend(object(), Options())._object_key(training())[0] == "team-a"
 
 
 def test_a_rank_that_reports_by_http_has_a_token_of_its_training_alone() -> None:
@@ -415,7 +415,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
 def test_clashes_are_refused_before_anything_is_created(
     field: str, options: Json, spec: Json
 ) -> None:
-    executor = KubernetesBackend(cluster=object(), **options)  # any request would fail
+    executor = KubernetesBackend(object(), Options(**options))  # any request would fail
     with pytest.raises(ValidationError) as refused:
         executor.check(training(**spec).spec)
     assert refused.value.field == field
