@@ -64,7 +64,8 @@ DRY_RUN_UID = "dry-run"
 # The API server's name for a field of the Job, and the option that it comes from.
 FIELDS = {"spec.template.spec.": "pod.", "spec.template.": "", "metadata.": ""}
 CATCH_UP_S = 1.0  # the mirror shows this process's own last write sooner; else it is stale
-FEW = 16  # gangs of more ranks are observed less often than their pods change
+# Gangs of more ranks are observed less often than their pods change, and for less.
+FEW = 16
 SHARED_POLL_S = 2.0  # between observations of a launch from a script that cannot watch its pods
 PAUSE_A_RANK_S = 0.002  # 500 ranks and more are observed once a second
 
@@ -74,7 +75,7 @@ class PodList(NamedTuple):
 
     pods: list[Pod] = []
     versions: list[str] = []
-    is_steady: bool = False  # the list before was the same
+    is_steady: bool = False  # there are many, and the list before was the same
 
 
 class KubernetesBackend(Executor):
@@ -437,7 +438,8 @@ class KubernetesBackend(Executor):
         return await self._read_job(training), pods
 
     async def _list_pods(self, training: Training) -> list[Pod]:
-        """The pods of a gang that has been steady are listed whole once one of them changes."""
+        """The pods of a large gang that has been steady are listed whole once one changes, which
+        then is a second request."""
         namespace, _ = self._object_key(training)
         list_pods = partial(self.cluster.list, "pods", namespace, labels=_labels(training))
         last = self._listed.get(training.uid, PodList())
@@ -447,7 +449,8 @@ class KubernetesBackend(Executor):
                 return last.pods
         pods = parsed((await list_pods()).items, last.pods)
         versions = [pod.metadata["resourceVersion"] for pod in pods]
-        self._listed[training.uid] = PodList(pods, versions, is_steady=versions == last.versions)
+        is_steady = len(pods) > FEW and versions == last.versions
+        self._listed[training.uid] = PodList(pods, versions, is_steady=is_steady)
         return pods
 
     async def _create(self, training: Training, desired: DesiredState) -> None:

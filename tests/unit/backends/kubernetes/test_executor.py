@@ -177,8 +177,10 @@ def test_the_job_of_a_launch_carries_what_others_need_to_follow_it(is_shared: bo
     assert (followed is not None and followed.uid == training().uid) == is_shared
 
 
-def test_the_pods_of_a_steady_gang_are_listed_by_their_versions_alone() -> None:
-    pods = [pod(rank, running()) for rank in range(3)]
+@pytest.mark.parametrize("size", [module.FEW, module.FEW + 2])
+def test_the_pods_of_a_large_steady_gang_are_listed_by_their_versions_alone(size: int) -> None:
+    is_large = size > module.FEW
+    pods = [pod(rank, running()) for rank in range(size)]
     for version, item in enumerate(pods, 10):
         item["metadata"]["resourceVersion"] = str(version)
     was_whole: list[bool] = []
@@ -198,13 +200,14 @@ def test_the_pods_of_a_steady_gang_are_listed_by_their_versions_alone() -> None:
         _, seen = asyncio.run(backend._job_and_pods(training()))
         return was_whole[:], [one.status["phase"] for one in seen]
 
-    assert look() == ([True], ["Running"] * 3)
-    assert look() == ([True], ["Running"] * 3)  # nothing has changed since
-    assert look() == ([False], ["Running"] * 3)
+    lean, then_whole = ([False], [False, True]) if is_large else ([True], [True])
+    assert look() == ([True], ["Running"] * size)
+    assert look() == ([True], ["Running"] * size)  # nothing has changed since
+    assert look() == (lean, ["Running"] * size)
     pods[1]["status"]["phase"] = "Failed"
-    pods[1]["metadata"]["resourceVersion"] = "20"
-    assert look() == ([False, True], ["Running", "Failed", "Running"])
+    pods[1]["metadata"]["resourceVersion"] = "200"
+    assert look() == (then_whole, ["Running", "Failed", *["Running"] * (size - 2)])
     assert look()[0] == [True]
-    assert look()[0] == [False]
+    assert look()[0] == lean
     del pods[2]
-    assert look() == ([False, True], ["Running", "Failed"])
+    assert look() == (then_whole, ["Running", "Failed", *["Running"] * (size - 3)])
