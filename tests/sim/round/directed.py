@@ -136,8 +136,8 @@ def waiting_replica_holds_the_state(**broken: Any) -> Stage:
 
 
 def waits_for_a_mean_that_is_damaged(**broken: Any) -> Stage:
-    """R11: one waits for a mean that only the others could read; they save and go on."""
-    stage = Stage(world=3, quorum=2, cells=(6,), every=3, keep=50, timeout_s=600.0, **broken)
+    """R11: one waits for a mean that only the others could read; they wait for it, and save."""
+    stage = Stage(world=3, quorum=3, cells=(6,), every=3, keep=50, timeout_s=600.0, **broken)
     stage.start_all()
     stage.run_to(3)
     stage.on(2, "get", "mean/00000003", _damage_all_means(stage, 3))

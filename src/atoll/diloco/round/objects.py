@@ -329,6 +329,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     def member(self, rank: int) -> Member | None:
         return next((each for each in self.members if each.rank == rank), None)
 
+    def key_of(self, name: str) -> str:
+        """Of a mean; in a direct round, of a receipt."""
+        return (mean_key if self.plan == FLAT else receipt_key)(self.round, name)
+
     def owner_of(self, name: str) -> int | None:
         """The rank that makes this mean or receipt first. None: everybody has left."""
         if self.plan == DIRECT:
@@ -464,7 +468,7 @@ def read_history(key: str, body: bytes) -> HistoryBlock:
 def _decode(decoder: msgspec.json.Decoder[T], key: str, body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedObject(key, str(error)) from error
 
 

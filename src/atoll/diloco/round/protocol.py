@@ -637,19 +637,31 @@ class RoundMachine:
             new = tuple(name for name in due if name not in tried)
             if new:
                 tried.update(new)
-                yield from self._make_means(manifest, new, outcomes)
+                if (yield from self._has_later_manifest(manifest.round)):
+                    yield from self._read_made(manifest, outcomes)
+                else:
+                    yield from self._make_means(manifest, new, outcomes)
                 yield from self._sleep(0)
                 continue
             if waited > self.pace.owner_grace_s + (self.config.world + 1) * STAGGER_S:
                 yield from self._check_newer_checkpoint(manifest)
             if waited > timeout_s:
-                key = objects.mean_key if manifest.plan == objects.FLAT else objects.receipt_key
-                raise fx.Stuck(
-                    f"{key(manifest.round, missing[0])} is needed, but not there or damaged"
-                )
+                needed = missing if is_direct else missing[:1]
+                keys = " or ".join(manifest.key_of(name) for name in needed)
+                raise fx.Stuck(f"{keys} is needed, but not there or damaged")
             yield from self._sleep(self.pace.pause_s(waited - first_s))
         if looks and is_new:
             self.pace.note_wait("means", self._now - started, looks)
+
+    def _read_made(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> fx.Steps[None]:
+        """Apply the means of a round that others have built on: they are made, every one.
+
+        One that is missing is not made again: that is another outcome than the one they have.
+        """
+        yield from self._apply(manifest, self._find_missing(manifest, outcomes), outcomes)
+        if missing := self._find_missing(manifest, outcomes):
+            key = manifest.key_of(missing[0])
+            raise _Behind(f"{key} is missing or damaged, and the next round was decided with it")
 
     def _find_missing(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> tuple[str, ...]:
         missing = [name for name in manifest.names if name not in outcomes]
@@ -687,7 +699,11 @@ class RoundMachine:
         found = (yield fx.ApplyMeans(manifest, new)) if new else {}
         for name, outcome in found.items():
             if outcome == fx.FOREIGN:
-                raise _Behind(f"the mean {name} of round {manifest.round} is not of this replica")
+                text = f"the mean {name} of round {manifest.round} is not of this replica"
+                if manifest.plan == objects.DIRECT:
+                    folder = objects.from_round("upload", manifest.round)
+                    text += f", or an upload in {folder} is missing or damaged"
+                raise _Behind(text)
             if outcome is not None:
                 outcomes[name] = outcome
         return all(name in outcomes for name in names)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.core.errors import BelowMinimumWorld, StoreDenied, Temporary
+from atoll.core.errors import BelowMinimumWorld, DistributedError, StoreDenied, Temporary
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec
 from atoll.diloco.round import driver as drivers
@@ -268,6 +268,26 @@ def test_what_one_drained_counts_in_another_world_with_another_codec(
         assert np.array_equal(again.values(rank, 1), before + brought(1, 9, before.size))
     for _ in range(2):
         assert {each.fate for replica in again.each(do_round) for each in replica} == {MEMBER}
+
+
+@pytest.mark.parametrize(("world", "folder"), [(2, "receipt"), (2, "upload"), (3, "mean")])
+def test_what_a_round_was_decided_with_is_named_when_it_is_missing_and_not_made_again(
+    pool: ThreadPoolExecutor, world: int, folder: str
+) -> None:
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    fleet = Fleet(store, [1] * world, "fp32", pool, checkpoint_every=50)
+    fleet.each(RoundDriver.open)
+    for _ in range(3):
+        fleet.each(do_round)
+    prefix = f"run/{folder}/00000001"
+    doomed = [key for key in keys(store) if key.startswith(prefix)]
+    assert doomed
+    store.delete(doomed)
+    again = Fleet(store, [1] * world, "fp32", pool, timeout_s=0.5)
+    for replica in again.each(RoundDriver.open):
+        assert isinstance(replica[0], DistributedError)
+        assert f"{folder}/00000001" in str(replica[0])
+    assert not [key for key in keys(store) if key.startswith(prefix)]
 
 
 def share_of(fragment: Fragment) -> slice:

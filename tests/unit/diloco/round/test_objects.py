@@ -127,6 +127,7 @@ def test_the_digest_is_that_of_the_stored_bytes() -> None:
         objects.encode(manifest()).replace(b'"cells":7', b'"cells":-7'),
         objects.encode(manifest()).replace(b'"format":2', b'"format":1'),
         objects.encode(manifest()).replace(b'"world":3', b'"world":3,"more":1'),
+        objects.encode(manifest()).replace(b'"codec":"fp', b'"codec":"\xc9p'),
     ],
 )
 def test_a_damaged_manifest_is_an_error_that_names_it(body: bytes) -> None:
