@@ -1,7 +1,7 @@
 """The cost of a DiLoCo round, before it runs: bytes, requests, seconds, utilisation, dollars.
 
-Every replica writes its gradient once, reads its share of the others' gradients, writes the mean of
-that share, and reads the other means. Less is not possible through a store.
+Every replica writes its pseudo-gradient, reads its share of the others', writes the mean of that
+share, and reads the other means. Two replicas read each other's, and no mean is written.
 """
 
 from __future__ import annotations
@@ -104,8 +104,10 @@ def estimate(
     alone = replicas == 1
     means = CODECS[row.mean_codec or codec]
     size, mean_size = (0.0 if alone else parameters * each.bits / 8 for each in (row, means))
-    up = (size * (replicas - 1) + mean_size) / replicas  # one share is sent as a mean instead
-    down = (size + mean_size) * (replicas - 1) / replicas
+    up, down = size, size
+    if replicas > 2:
+        up += mean_size / replicas
+        down = (size + mean_size) * (replicas - 1) / replicas
     puts, gets, lists = (0, 0, 0) if alone else _requests(replicas, fragments)
     codec_s = 0.0 if alone else _codec_seconds(parameters, replicas, row)
     transfer_s = (up + down) * 8 / (link_gbps * 1e9)

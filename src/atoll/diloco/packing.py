@@ -74,7 +74,6 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 def flatten(tensors: Sequence[Any], row: Vector) -> None:
     """Write the tensors one after the other into `row`, which is as long as they are together."""
-    check_range(tensors)
     dtypes = set(map(DTYPE, tensors))
     if _are_here(tensors) and all(name_of(dtype) in CAT_DTYPES for dtype in dtypes):
         import torch

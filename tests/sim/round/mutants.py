@@ -95,10 +95,10 @@ class FailedJoinForgotten(SimMachine):  # R9
 
 
 class NoSaveWithoutQuorum(SimMachine):  # R11
-    def _save(self) -> Steps:
+    def save(self) -> Steps:
         if self.offer is not None:
             return True
-        return (yield from super()._save())
+        return (yield from super().save())
 
 
 class NoLookForCheckpoint(SimMachine):  # R11
@@ -132,8 +132,8 @@ class LateIsMember(SimMachine):
 
 
 class CheckpointAhead(SimMachine):
-    def _save(self) -> Steps:
-        steps = super()._save()
+    def save(self) -> Steps:
+        steps = super().save()
         save = next(steps)
         assert isinstance(save, SaveCheckpoint)
         meta = msgspec.structs.replace(save.meta, round=save.meta.round + bool(self.round))

@@ -112,8 +112,8 @@ class Recorder:
     def drop(self) -> None:
         self._call("drop")
 
-    def end(self, manifest: Manifest) -> None:
-        self._call("end", manifest)
+    def end(self) -> None:
+        self._call("end")
 
     def check(self, chain: str, is_member: bool) -> None:
         self._call("check", chain, is_member)
@@ -301,7 +301,7 @@ class Process:
         self.has_poison = False
         self.poisoned = set()
 
-    def _end(self, manifest: Manifest) -> None:
+    def _end(self) -> None:
         self._forget()
         self.is_checked = self.has_dropped = False
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from atoll import ObjectStoreAllReduce
 from atoll.core.errors import ValidationError
 from atoll.diloco.codecs import CODECS
 from atoll.diloco.estimate import Estimate, Prices, estimate, table
@@ -21,11 +25,29 @@ def example(**changes: object) -> Estimate:
     return estimate(**(given | changes))  # type: ignore[arg-type]
 
 
-def test_bytes_are_the_least_there_can_be() -> None:
+def test_an_upload_is_whole_and_a_mean_is_a_share() -> None:
     result = example(codec="fp32")
-    assert result.bytes_up == 4 * 10**9
+    assert result.bytes_up == (1 + 1 / 16) * 4 * 10**9
     assert result.bytes_down == 2 * 15 / 16 * 4 * 10**9
-    assert result.bits_per_parameter == pytest.approx(92)
+    assert result.bits_per_parameter == pytest.approx(94)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_a_round_moves_the_bytes_of_the_estimate(replicas: int, tmp_path: Path) -> None:
+    values = np.ones(1 << 18, np.float32)
+
+    def take_part(rank: int) -> tuple[int, int]:
+        with ObjectStoreAllReduce(tmp_path, rank, replicas, min_replicas=replicas) as replica:
+            replica.allreduce(values)
+            report = replica.last_round
+            assert report is not None
+            return report.bytes_up, report.bytes_down
+
+    with ThreadPoolExecutor(replicas) as pool:
+        moved = np.mean(list(pool.map(take_part, range(replicas))), axis=0)
+    result = example(codec="fp32", parameters=values.size, replicas=replicas)
+    # Replicas that wait look more than once; what is found beside the values is small.
+    assert moved == pytest.approx([result.bytes_up, result.bytes_down], rel=0.05)
 
 
 def test_four_bits_at_sixteen_replicas_take_under_10_8_bits_both_ways() -> None:
@@ -33,8 +55,8 @@ def test_four_bits_at_sixteen_replicas_take_under_10_8_bits_both_ways() -> None:
 
 
 def test_transfer_takes_the_bytes_over_the_link() -> None:
-    assert example(codec="fp32").transfer_s == pytest.approx(92)
-    assert example(codec="fp32", link_gbps=10.0).transfer_s == pytest.approx(9.2)
+    assert example(codec="fp32").transfer_s == pytest.approx(94)
+    assert example(codec="fp32", link_gbps=10.0).transfer_s == pytest.approx(9.4)
 
 
 def test_what_overlap_covers_does_not_block() -> None:
@@ -84,7 +106,7 @@ def test_a_value_that_does_not_fit_is_named(field: str, value: object) -> None:
 
 def test_the_table_has_a_line_for_each_figure() -> None:
     text = table(example(codec="e3m0"))
-    assert "bytes up, each replica         450 MB" in text
+    assert "bytes up, each replica         478.1 MB" in text
     assert "compute utilisation" in text
     assert "$0.000" in text
 
@@ -92,7 +114,7 @@ def test_the_table_has_a_line_for_each_figure() -> None:
 def test_means_that_travel_in_a_finer_codec_are_counted_as_such() -> None:
     uploads, means = CODECS["int3"].bits, CODECS["int5"].bits
     result = example(codec="int3")
-    assert result.bytes_up == pytest.approx(10**9 / 8 * (15 * uploads + means) / 16)
+    assert result.bytes_up == pytest.approx(10**9 / 8 * (uploads + means / 16))
     assert result.bytes_down == pytest.approx(10**9 / 8 * (uploads + means) * 15 / 16)
 
 

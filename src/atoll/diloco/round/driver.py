@@ -112,8 +112,8 @@ class _RecordedMemory:
     def drop(self) -> None:
         self._call("drop")
 
-    def end(self, manifest: Manifest) -> None:
-        self._call("end", manifest)
+    def end(self) -> None:
+        self._call("end")
 
     def _call(self, name: str, *args: Any) -> None:
         getattr(self._values, name)(*args)
@@ -159,7 +159,6 @@ class RoundDriver:
         self._store, self._pool = values.store, values.pool
         self._sizes: dict[str, int] = {}  # of uploads, as listed
         self._beside: Future[None] | None = None
-        self._is_leaving = False
         self._word_at = time.monotonic()
 
     # -- Calls, made by all processes of the replica in the same order -------------------------
@@ -209,8 +208,7 @@ class RoundDriver:
         self.group.close()
 
     def request_leave(self) -> None:
-        """Go as soon as the upload is stored. Only sets flags: for signal handlers."""
-        self._is_leaving = True
+        """Go as soon as the upload is stored. Only sets a flag: for signal handlers."""
         self.machine.is_leaving = True
 
     # -- The leader and its followers ------------------------------------------------------------
@@ -292,9 +290,9 @@ class RoundDriver:
     def _reply(self, effect: Any) -> tuple[Reply, BaseException | None]:
         """Perform this process's share of an effect on values."""
         try:
-            return Reply(self._perform_share(effect), None, self._is_leaving), None
+            return Reply(self._perform_share(effect), None, self.machine.is_leaving), None
         except BaseException as error:
-            return Reply(None, portable(error), self._is_leaving), error
+            return Reply(None, portable(error), self.machine.is_leaving), error
 
     def _gather(self, effect: Any, *, is_empty: bool = False) -> list[Any]:
         """What all processes answer to an effect. Raises the first error."""
@@ -384,7 +382,7 @@ class RoundDriver:
             case fx.SaveCheckpoint(_, meta):
                 return save_piece(self._store, values.prefix, meta, self.layout, values.fragments)
             case _Load(meta):
-                values.forget_applied()
+                values.end()
                 return load_pieces(
                     self._store, values.prefix, meta, self._adopt_layout, values.fragments
                 )
@@ -392,9 +390,9 @@ class RoundDriver:
 
     def _sleep(self, seconds: float) -> float:
         until = time.monotonic() + seconds
-        was_leaving = self._is_leaving  # a wish ends a sleep once, or the machine would spin
+        was_leaving = self.machine.is_leaving  # a wish ends a sleep once, or the machine would spin
         while (left := until - time.monotonic()) > 0:
-            if self._is_leaving and not was_leaving:
+            if self.machine.is_leaving and not was_leaving:
                 break
             time.sleep(min(left, FLAG_S))
             if time.monotonic() - self._word_at > EMPTY_WORD_S:

@@ -327,5 +327,5 @@ class LocalMemory(Protocol):
         the store like anybody's. The training thread goes on from the global values.
         """
 
-    def end(self, manifest: Manifest) -> None:
-        """All means are applied: the values are those after this round. Forget the applied."""
+    def end(self) -> None:
+        """All means are applied: the values are those after the round. Forget the applied."""

@@ -287,8 +287,27 @@ class RoundMachine:
         return [fx.EndMark(rank, *where) for rank, where in marks if where is not None]
 
     def save(self) -> fx.Steps[bool]:
-        """Save a checkpoint of this moment."""
-        return (yield from self._save())
+        """Save a checkpoint of this moment. A refused create is no error: that state is there."""
+        config = self.config
+        packed = ""
+        if self.ledger is not None and self._is_shared:
+            packed = ledgers.pack(self.ledger).decode()
+        meta = Checkpoint(
+            round=self.round,
+            chain=self.chain,
+            layout=config.layout,
+            shards=config.shards,
+            nonce=config.nonce,
+            processes=config.processes,
+            last=self.last,
+            ledger=packed,
+            steps=self.steps,
+            tokens=self.tokens,
+            departed=self.departed,
+        )
+        yield fx.SaveCheckpoint(objects.checkpoint_key(self.round, self.chain), meta)
+        self._saved = max(self._saved, self.round)
+        return True
 
     def share_data(self, terms: DataTerms) -> fx.Steps[None]:
         """The replicas share their data from now on, unless the run has a ledger already."""
@@ -358,7 +377,7 @@ class RoundMachine:
                 if (yield from gc.list_checkpoints()):
                     return "the first checkpoint"
         self.round, self.chain = 0, objects.ZERO
-        yield from self._save()
+        yield from self.save()
         return "the first checkpoint"
 
     def _load_ledger(self, meta: Checkpoint) -> None:
@@ -439,7 +458,7 @@ class RoundMachine:
                         yield from self._upload()  # somebody has deleted it
                     elif not decision.has_quorum and not has_saved:
                         # Those who are missing may need this state to come back.
-                        has_saved = yield from self._save()
+                        has_saved = yield from self.save()
             if manifest is not None:
                 self.pace.note_wait("manifest", waited, looks)
                 return manifest
@@ -725,7 +744,7 @@ class RoundMachine:
         self.round += 1
         self._begun = ""
         fate = self._settle(manifest, outcomes)
-        self.memory.end(manifest)
+        self.memory.end()
         if fate == fx.DROPPED:
             self.memory.drop()
         self._is_current = fate == fx.MEMBER
@@ -784,7 +803,7 @@ class RoundMachine:
                 self._saved = max((c.round for c in (yield from gc.list_checkpoints())), default=0)
                 is_due = round - self._saved > every
             if is_due:
-                yield from self._save()
+                yield from self.save()
                 self._forget()
                 yield fx.Beside(self._sweep(self._taken, is_all=True))
             elif round % config.keep == 0 and objects.FLAT in self._plans.values():
@@ -802,29 +821,6 @@ class RoundMachine:
             yield fx.Log(
                 f"rank {self.config.rank} could not delete after round {taken.round}: {error}"
             )
-
-    def _save(self) -> fx.Steps[bool]:
-        """Save the state. A refused create is no error: that state is there."""
-        config = self.config
-        packed = ""
-        if self.ledger is not None and self._is_shared:
-            packed = ledgers.pack(self.ledger).decode()
-        meta = Checkpoint(
-            round=self.round,
-            chain=self.chain,
-            layout=config.layout,
-            shards=config.shards,
-            nonce=config.nonce,
-            processes=config.processes,
-            last=self.last,
-            ledger=packed,
-            steps=self.steps,
-            tokens=self.tokens,
-            departed=self.departed,
-        )
-        yield fx.SaveCheckpoint(objects.checkpoint_key(self.round, self.chain), meta)
-        self._saved = max(self._saved, self.round)
-        return True
 
     @property
     def _taken(self) -> gc.Taken:

@@ -200,13 +200,10 @@ class ReplicaValues:
 
     def begin(self, manifest: Manifest) -> None:
         if self._digest != manifest.digest:
-            self.forget_applied()
+            self.end()
             self._digest = manifest.digest
 
-    def end(self, manifest: Manifest) -> None:
-        self.forget_applied()
-
-    def forget_applied(self) -> None:
+    def end(self) -> None:
         self._digest, self._direct = "", None
         self._applied.clear()
         self._made.clear()

@@ -127,7 +127,7 @@ class World:
         for process in self.replicas[rank]:
             if manifest.member(rank) is not None:
                 process.settle(manifest, outcomes)
-            process.end(manifest)
+            process.end()
 
     def values(self, rank: int) -> Vector:
         return np.concatenate(
