@@ -186,7 +186,7 @@ class ObjectStoreAllReduce:
         self.keep_rounds = _read_int("keep_rounds", keep_rounds, 1, MAX_ROUND)
         self._first_round = None if round_id is None else _read_int("round_id", round_id, 0, 10**8)
         self.start = read_start(self.world_size, min_replicas, grace_s)
-        self.store = uri if isinstance(uri, ObjectStore) else ObjectStore.open(uri)
+        self.store = ObjectStore.open(uri)
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
         self.last_round: AllReduceReport | None = None
         self._streams: dict[str, _Stream] = {}

@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from atoll.agent.process import mark_left
@@ -28,11 +28,8 @@ from atoll.diloco.flight import (
     Flight,
     FragmentWork,
     Mark,
-    at_once,
     check_ends,
-    in_background,
     merge_offers,
-    timed,
 )
 from atoll.diloco.goal import RunGoal, go_on
 from atoll.diloco.group import find_group, from_leader, gather
@@ -44,7 +41,7 @@ from atoll.diloco.outer import Floats, OuterRule
 from atoll.diloco.own_state import Extras, OwnState
 from atoll.diloco.parameters import check_module
 from atoll.diloco.presets import OuterPreset, describe, read_settings
-from atoll.diloco.publish import RoundWeights, RunChannel, V
+from atoll.diloco.publish import RoundWeights, V, publish
 from atoll.diloco.replica_config import (
     find_replica_config,
     read_run_id,
@@ -172,7 +169,7 @@ class DiLoCo:
         self._is_retained = settings.is_retained and settings.overlap_steps > 0
         self._timeout, self._checkpoint_every = timeout, checkpoint_every
         self._start = read_start(self.config.world_size, min_replicas, grace_s)
-        self._store = self.config.open_store()
+        self._store = None if self.config.uri is None else ObjectStore.open(self.config.uri)
         self._lock = lock_run(self._store, self._run, self.config.rank, group)
         self.steps = self._step = 0  # of this process, and of the period
         self._counted = 0.0
@@ -352,9 +349,8 @@ class DiLoCo:
         offer, mark = self._make_offer(at)
         is_hidden = self._plan.overlap_of(self._state.round) > 0
         mix = 0.0 if self._plan.is_ramp(self._state.round) else self._mix
-        flight = Flight(at, offer, mark, Future(), self._traffic, is_hidden, mix, times)
-        run = timed(lambda: self._rounds.run(offer))
-        flight.job = in_background(run) if flight.is_background else at_once(run)
+        flight = Flight(at, offer, mark, self._traffic, is_hidden, mix, times)
+        flight.start(lambda: self._rounds.run(offer))
         flight.blocked_s = self._clock.block_since(began)
         self._flight = flight
 
@@ -875,8 +871,8 @@ class DiLoCo:
         if self._has_left:
             return None
         complete = export.FullModel(self._model, self.fragments)
-        channel = RunChannel(self._group, self._store, self._run, self._rounds)
-        return channel.publish(weights, complete, timeout)
+        rounds, group = self._rounds, self._group
+        return publish(weights, complete, timeout, group, self._store, self._run, rounds)
 
     @property
     def warnings(self) -> list[str]:

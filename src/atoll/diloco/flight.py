@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from atoll.core.errors import DistributedError
 from atoll.diloco.data import ranges
 from atoll.diloco.round.effects import EndMark, Offer, RoundResult, RunState
 from atoll.diloco.times import PeriodTimes
 from atoll.objectstore import Traffic
-
-T = TypeVar("T")
 
 
 class Mark(NamedTuple):
@@ -32,12 +30,31 @@ class Flight:
     fragment: int
     offer: Offer
     mark: Mark
-    job: Future[tuple[RoundResult, float, float]]  # its result, when it began and when it ended
     before: Traffic
     is_background: bool  # the model trains on meanwhile
     mix: float  # of the replica's own values, stays
     times: PeriodTimes = PeriodTimes()
     blocked_s: float = 0.0
+    # Its result, when it began and when it ended.
+    job: Future[tuple[RoundResult, float, float]] = field(default_factory=Future)
+
+    def start(self, run: Callable[[], RoundResult]) -> None:
+        """Run it: in the background by a daemon thread, so that a replica that has to stop does
+        not wait for the others."""
+        job = self.job
+
+        def work() -> None:
+            try:
+                started = time.monotonic()
+                result = run()
+                job.set_result((result, started, time.monotonic()))
+            except BaseException as error:
+                job.set_exception(error)
+
+        if self.is_background:
+            Thread(target=work, name="atoll-diloco-round", daemon=True).start()
+        else:
+            work()
 
 
 @dataclass
@@ -50,31 +67,6 @@ class FragmentWork:
 
     uploaded: Mark = field(default_factory=Mark)
     late: float = 0.0
-
-
-def timed(run: Callable[[], RoundResult]) -> Callable[[], tuple[RoundResult, float, float]]:
-    def work() -> tuple[RoundResult, float, float]:
-        started = time.monotonic()
-        result = run()
-        return result, started, time.monotonic()
-
-    return work
-
-
-def at_once(work: Callable[[], T], job: Future[T] | None = None) -> Future[T]:
-    job = Future() if job is None else job
-    try:
-        job.set_result(work())
-    except BaseException as error:
-        job.set_exception(error)
-    return job
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run in a daemon thread, so that a replica that has to stop does not wait for the others."""
-    job: Future[T] = Future()
-    Thread(target=at_once, args=(work, job), name="atoll-diloco-round", daemon=True).start()
-    return job
 
 
 def check_ends(ends: Sequence[EndMark], state: RunState, fragments: int) -> None:

@@ -40,58 +40,50 @@ class RoundWeights(Protocol[Taken, V]):
     ) -> V | None: ...
 
 
-class RunChannel:
-    """What this replica is to the others of its run, where they publish."""
+def publish(
+    weights: RoundWeights[Any, V],
+    complete: FullModel,
+    timeout: float,
+    group: Processes,
+    store: ObjectStore | None,
+    run: str,
+    rounds: RoundDriver | LocalRounds,
+) -> V | None:
+    """Publish the parameters of the model; all processes of the replica call it together."""
+    tensors = ((entry.name, complete.tensor(entry)) for entry in complete.parameters)
+    taken: list[Any] = []
 
-    def __init__(
-        self,
-        group: Processes,
-        store: ObjectStore | None,
-        run: str,
-        rounds: RoundDriver | LocalRounds,
-    ) -> None:
-        self._group, self._store, self._run, self._rounds = group, store, run, rounds
+    def take() -> None:
+        if group.process:
+            deque(tensors, maxlen=0)  # all processes bring each of them together
+        else:
+            taken.append(weights.take(tensors))
 
-    def publish(
-        self, weights: RoundWeights[Any, V], complete: FullModel, timeout: float
-    ) -> V | None:
-        """Publish the parameters of the model; all processes of the replica call it together."""
-        tensors = ((entry.name, complete.tensor(entry)) for entry in complete.parameters)
-        taken: list[Any] = []
+    gather(group, take)
 
-        def take() -> None:
-            if self._group.process:
-                deque(tensors, maxlen=0)  # all processes bring each of them together
-            else:
-                taken.append(weights.take(tensors))
+    def send() -> V | None:
+        last = rounds.state.last
+        name = rounds.name if isinstance(rounds, LocalRounds) else _find_name(store, run)
+        members = [parse_upload(each.upload) for each in last.present] if last else []
+        return weights.publish(
+            taken[0],
+            run=name,
+            who=name if isinstance(rounds, LocalRounds) else rounds.config.nonce,
+            members=tuple(member.nonce for member in members if member),
+            round=rounds.state.round,
+            step=rounds.state.steps,
+            timeout=timeout,
+        )
 
-        gather(self._group, take)
+    return from_leader(group, send)
 
-        def send() -> V | None:
-            state, rounds = self._rounds.state, self._rounds
-            name = self._find_name()
-            uploads = [] if state.last is None else [each.upload for each in state.last.present]
-            members = [parse_upload(upload) for upload in uploads]
-            return weights.publish(
-                taken[0],
-                run=name,
-                who=rounds.config.nonce if isinstance(rounds, RoundDriver) else name,
-                members=tuple(member.nonce for member in members if member),
-                round=state.round,
-                step=state.steps,
-                timeout=timeout,
-            )
 
-        return from_leader(self._group, send)
-
-    def _find_name(self) -> str:
-        """A random name of the run, in its folder: another run of the same id has another."""
-        if isinstance(self._rounds, LocalRounds):
-            return self._rounds.name
-        assert self._store is not None
-        key, name = f"{self._run}/weights", secrets.token_hex(8)
-        try:
-            return bytes(self._store.get(key)).decode()
-        except NotFound:
-            is_new = self._store.create(key, name.encode())
-            return name if is_new else bytes(self._store.get(key)).decode()
+def _find_name(store: ObjectStore | None, run: str) -> str:
+    """A random name of the run, in its folder: another run of the same id has another."""
+    assert store is not None
+    key, name = f"{run}/weights", secrets.token_hex(8)
+    try:
+        return bytes(store.get(key)).decode()
+    except NotFound:
+        is_new = store.create(key, name.encode())
+        return name if is_new else bytes(store.get(key)).decode()

@@ -34,10 +34,6 @@ class ReplicaConfig(NamedTuple):
     min_replicas: int
     uri: str | ObjectStore | None  # None: alone, nothing is stored
 
-    def open_store(self) -> ObjectStore | None:
-        is_open = self.uri is None or isinstance(self.uri, ObjectStore)
-        return self.uri if is_open else ObjectStore.open(self.uri)  # type: ignore[return-value,arg-type]
-
 
 def find_replica_config(
     uri: str | ObjectStore | None = None,

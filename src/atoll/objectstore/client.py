@@ -105,12 +105,14 @@ class ObjectStore:
         self._lock = Lock()
 
     @classmethod
-    def open(cls, uri: str | os.PathLike[str], *, patience_s: float = 60.0) -> Self:
-        """The store at `uri`, a plain path or file:// memory:// s3:// gs:// az://.
+    def open(cls, uri: str | os.PathLike[str] | Self, *, patience_s: float = 60.0) -> Self:
+        """The store at `uri`, a plain path or file:// memory:// s3:// gs:// az://, or that store.
 
         memory:// is shared by everyone in this process who names the same URI. `patience_s`: how
         long a request that makes no progress is tried again before it is given up.
         """
+        if isinstance(uri, ObjectStore):
+            return uri
         text, clients = open_clients(uri)
         return cls(clients(0.0), text, patience_s=patience_s, upload_client=clients)
 
