@@ -269,7 +269,9 @@ class ReplicaValues:
 
     def put_upload(self, key: str, round: int, header: UploadHeader) -> UploadHeader:
         """Store the upload of a replica of one process; return its header as it is stored."""
-        rests = self._put_rests(round, header) if header.rest else []
+        rests = [
+            self._put_row(rest.upload, round + ahead) for ahead, rest in enumerate(header.rest, 1)
+        ]
         pieces, sections = self._encode_upload(key, round)
         self.fragment(round).uploads.add(key)
         if sections or rests:
@@ -279,8 +281,12 @@ class ReplicaValues:
 
     def put_part(self, key: str, round: int, header: UploadHeader) -> UploadSections:
         """Store the part of this process; return the lengths of its sections."""
-        rests = self._put_rests(round, header)
-        sections = self._put_part(key, round)
+        process = self.fragment(round).share.process
+        rests = [
+            self._put_row(objects.part_key(rest.upload, process), round + ahead)
+            for ahead, rest in enumerate(header.rest, 1)
+        ]
+        sections = self._put_row(objects.part_key(key, process), round)
         self.fragment(round).uploads.add(key)
         return sections, rests
 
@@ -292,22 +298,10 @@ class ReplicaValues:
         self._put(key, pack_header(header))
         return header
 
-    def _put_rests(self, round: int, header: UploadHeader) -> list[tuple[int, ...]]:
-        """Store the rows of later rounds. They go with the header of the upload."""
-        found = []
-        for ahead, rest in enumerate(header.rest, 1):
-            if header.processes > 1:
-                found.append(self._put_part(rest.upload, round + ahead))
-                continue
-            pieces, sections = self._encode_upload(rest.upload, round + ahead)
-            self._put(rest.upload, pieces)
-            found.append(sections)
-        return found
-
-    def _put_part(self, key: str, round: int) -> tuple[int, ...]:
-        part = objects.part_key(key, self.fragment(round).share.process)
-        pieces, sections = self._encode_upload(part, round)
-        self._put(part, pieces)
+    def _put_row(self, key: str, round: int) -> tuple[int, ...]:
+        """Store a row alone: its header is elsewhere."""
+        pieces, sections = self._encode_upload(key, round)
+        self._put(key, pieces)
         return sections
 
     def _put(self, key: str, data: bytes | Sequence[Buffer]) -> None:
