@@ -98,6 +98,18 @@ def test_replicas_with_data_of_their_own_are_told_nothing() -> None:
     assert [diloco.warnings for diloco, _ in done] == [[], []]
 
 
+def test_a_step_as_long_whatever_the_data_is_no_word_of_the_same_data() -> None:
+    def body(rank: int, model: torch.nn.Module, inner: Any, _: DiLoCo) -> None:
+        for _step in range(4):
+            sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+            model(torch.full((8, 6), rank + 1.0))
+            inner.step()
+            inner.zero_grad()
+
+    done = run(2, body, sync_every=1, warmup=None)
+    assert [diloco.warnings for diloco, _ in done] == [[], []]
+
+
 @pytest.mark.parametrize("is_unlike", [True, False])
 def test_parameters_that_are_not_trained_and_differ_are_told_once(is_unlike: bool) -> None:
     seeds = iter([1, 2] if is_unlike else [1, 1])
