@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Permanent, ValidationError
 from atoll.files.writing import Buffer
 from atoll.weights.codec import (
     ROW_VALUES,
@@ -100,13 +100,17 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, "atoll weights") if count > 1 else None
+        self._is_closed = False
 
     def run(self, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        if self._is_closed:
+            raise Permanent("it is closed: make another Publisher or Follower")
         if self._pool is None:
             return [work(item) for item in items]
         return list(self._pool.map(work, items))
 
     def close(self) -> None:
+        self._is_closed = True
         if self._pool is not None:
             self._pool.shutdown()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Permanent, ValidationError
 from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
 from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
 from atoll.weights.state import Tensors, TensorsChange
@@ -476,3 +476,15 @@ def test_the_size_of_a_record_tells_a_claim_from_a_version() -> None:
     version = VersionRecord(number=1, publisher="f", state="0" * 64)
     assert looks_like_claim(len(seal(claim)))
     assert not looks_like_claim(len(seal(version)))
+
+
+def test_one_that_is_closed_says_so(tmp_path: Path) -> None:
+    with Publisher(tmp_path) as publisher, Follower(tmp_path) as follower:
+        publisher.publish(weights(0))
+    with pytest.raises(Permanent, match="it is closed: make another Publisher or Follower"):
+        publisher.publish(weights(1))
+    with pytest.raises(Permanent, match="it is closed: make another Publisher or Follower"):
+        follower.next(timeout=60.0)
+    with Follower(tmp_path) as other:
+        other.next(timeout=60.0)
+        assert_is(other, 0)
