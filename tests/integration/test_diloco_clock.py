@@ -183,6 +183,28 @@ def test_replicas_end_together(goal: dict[str, int], steps: int, rounds: int) ->
         assert list(late.diloco.until(**goal)) == []
 
 
+def test_a_sync_behind_the_loop_brings_the_last_steps_of_all_fragments() -> None:
+    blobs = store()
+
+    def replica(rank: int) -> Any:
+        model = torch.nn.ParameterList([torch.zeros(20) for _ in range(3)])
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
+        rounds = {"sync_every": 6, "fragments": 3, "warmup": "none", **outer}
+        with DiLoCo(model, inner, uri=blobs, rank=rank, world_size=2, timeout=60, **rounds) as run:
+            for step in run.until(steps=20):
+                for values in model:  # each step moves one value of every fragment
+                    values.grad = torch.zeros(20)
+                    values.grad[step] = -1.0
+                inner.step()
+            run.sync()
+            return run.global_parameters().values()
+
+    for fragments in world(2, replica):
+        for values in fragments:
+            assert values.tolist() == [1.0] * 20
+
+
 def test_until_goes_on_where_a_killed_replica_was() -> None:
     """A replica is gone after 7 steps, without a word. Its next life makes the run whole."""
     blobs = store()

@@ -672,7 +672,8 @@ class DiLoCo:
             for batch in diloco.until(loader, steps=10_000): ...
 
         All replicas end after the same round, also those that were killed and restarted. The last
-        period ends with the last step, so everything is synchronised.
+        period ends with the last step, so everything is synchronised. With `fragments`, that is one
+        of them: call `sync()` behind the loop, in all replicas.
         """
         self._check_open()
         if batches is not None and not hasattr(batches, "__iter__"):
