@@ -2,7 +2,7 @@
 
 The Job controller starts, replaces and stops pods. This module creates the Job, resizes it, and
 observes each rank. One watch covers all ranks of all trainings. Without it, an observation is one
-request (two when ranks come or go), however many ranks there are.
+request, however many ranks there are; another when ranks come or go, or when a large gang changes.
 """
 
 from __future__ import annotations
