@@ -277,7 +277,7 @@ def test_an_error_says_that_a_rank_finished(monkeypatch: pytest.MonkeyPatch) -> 
     blobs = store()
 
     def replica(rank: int) -> str:
-        each = Replica(blobs, rank, 3, timeout=1.5, grace_s=0.2, min_replicas=2)
+        each = Replica(blobs, rank, 3, timeout=20, grace_s=20, min_replicas=2)
         try:
             with each.diloco:
                 for _ in each.diloco.until(rounds=1 if rank == 0 else 9):
@@ -294,10 +294,14 @@ def test_an_error_says_that_a_rank_finished(monkeypatch: pytest.MonkeyPatch) -> 
     assert "missing" not in messages[1]
 
 
-def test_the_last_replicas_end_without_those_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_launched", [True, False], ids=["atoll", "srun"])
+def test_the_last_replicas_end_without_those_that_are_done(
+    monkeypatch: pytest.MonkeyPatch, is_launched: bool
+) -> None:
     """They can do their rounds alone; that their model is another one at the end is an error."""
-    monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "2")
-    monkeypatch.setenv("ATOLL_UID", "launch-of-two")
+    if is_launched:
+        monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "2")
+        monkeypatch.setenv("ATOLL_UID", "launch-of-two")
     blobs = store()
 
     def replica(rank: int) -> tuple[int, str]:

@@ -329,12 +329,11 @@ class ObjectStoreAllReduce:
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this replica is done, or has failed with `error`.
 
-        They do not wait for it then. Without $ATOLL_STARTED_TOGETHER only a failure is told.
+        They do not wait for it then.
         """
         has_left, self._has_left = self._has_left, True
         # A store that fails is not asked.
-        is_told = self.start.tells_ends or error is not None
-        if has_left or not is_told or isinstance(error, BackendError):
+        if has_left or isinstance(error, BackendError):
             return
         how = DONE if error is None else FAILED
         for stream in self._streams.values():

@@ -280,7 +280,7 @@ class DiLoCo:
                 f"{steps} steps after round {self.round} were not synchronised: only the model of "
                 "this process has them. Train whole rounds, or call sync() in all replicas before"
             )
-        ends = self._rounds.finish(is_told=self._start.tells_ends)
+        ends = self._rounds.finish()
         is_advanced = self._rounds.state.round > self._state.round
         self._state = self._rounds.state
         if is_advanced:  # rounds that went on without this replica

@@ -108,13 +108,11 @@ def refuse_unlike(processes: Sequence[Mapping[str, Any]]) -> None:
 class Start(NamedTuple):
     """`together`: so many ranks are waited for in the first round, until its timeout; None: it goes
     by the grace, like any other. `first_quorum`: so many must be in it. `launch` tells the marks of
-    ranks that have ended apart from those of another launch. `tells_ends`: ranks that are done
-    leave marks, too, not only those that failed or were told to go.
+    ranks that have ended apart from those of another launch.
     """
 
     launch: str
     together: int | None = None
-    tells_ends: bool = True
     first_quorum: int = 1
 
 
@@ -139,7 +137,7 @@ def read_start(world_size: int, min_replicas: int | None, grace_s: float | None)
     uid = os.environ.get("ATOLL_UID", "")
     name = uid if _LAUNCH.fullmatch(uid) else "launch"
     if together is None or min_replicas is not None:
-        return Start(name, tells_ends=together is not None)
+        return Start(name)
     is_learned = grace_s is None
     return Start(name, together if is_learned else None, first_quorum=quorum or 1)
 

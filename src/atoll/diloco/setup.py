@@ -273,7 +273,7 @@ class LocalRounds:
     def request_leave(self) -> None:
         pass
 
-    def finish(self, *, is_told: bool = True) -> list[EndMark]:
+    def finish(self) -> list[EndMark]:
         return []
 
     def save(self) -> None:

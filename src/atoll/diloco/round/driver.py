@@ -195,9 +195,9 @@ class RoundDriver:
         """Save a checkpoint of this moment."""
         self._call(self.machine.save)
 
-    def finish(self, *, is_told: bool = True) -> list[fx.EndMark]:
+    def finish(self) -> list[fx.EndMark]:
         """Take every round that is decided, tell that this rank is done, and say who else is."""
-        return self._call(lambda: self.machine.finish(is_told=is_told))
+        return self._call(self.machine.finish)
 
     def leave(self, how: str) -> None:
         """Tell the others how this rank ended: done, failed or left."""

@@ -266,7 +266,7 @@ class RoundMachine:
         key = objects.ended_key(self.config.launch, self.config.rank, how)
         yield fx.Put(key, f"{self.round} {self.chain}".encode())
 
-    def finish(self, *, is_told: bool = True) -> fx.Steps[list[fx.EndMark]]:
+    def finish(self) -> fx.Steps[list[fx.EndMark]]:
         """Take every round that is decided, say that this rank is done, and where others were."""
         if self.needs_join or self.offer is not None:
             yield from self.run(None)
@@ -274,12 +274,13 @@ class RoundMachine:
             yield from self._catch_up()
         except _Behind as reason:
             yield from self._join(str(reason))
-        if is_told:
-            yield from self.leave(objects.DONE)
+        yield from self.leave(objects.DONE)
         launch, rank = self.config.launch, self.config.rank
         found = {}
-        for key, _ in (yield fx.List(objects.ended_prefix(launch))):
+        for key, time in (yield fx.List(objects.ended_prefix(launch))):
             ended = objects.parse_ended(key, launch)
+            if launch == fx.UNKNOWN_LAUNCH and time < self._opened:
+                continue  # in an earlier life of the run
             if ended and ended[1] == objects.DONE and ended[0] != rank:
                 found[key] = ended[0]
         bodies = (yield fx.GetAll(tuple(found))) if found else {}
