@@ -83,7 +83,8 @@ def test_replicas_of_one_run_have_the_same_parameters_in_one_order(
         with pytest.raises(ValidationError, match=f"^model: .*{messages}.*run_id 'run' is in use"):
             open_with(other, where, rank=1)
         assert first.round == 0
-    assert not ObjectStore.open(where).list("run/upload")
+    uploaded = ObjectStore.open(where).list("run/upload")
+    assert [each.key for each in uploaded] == ["run/upload/ended/launch/00000.done"]
 
 
 def test_a_run_id_that_another_all_reduce_uses_is_refused() -> None:

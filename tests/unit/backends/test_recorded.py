@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -472,7 +473,11 @@ def test_code_that_somebody_changed_is_not_run(staged: Callable[[Body], None]) -
 
 def lose_records(stage: Stage) -> None:
     for name in stage.backend.record_store_of(stage.training).entries():
-        os.unlink(stage.backend.root / stage.training.uid / name)
+        path = stage.backend.root / stage.training.uid / name
+        if path.is_dir():  # that of metrics, once a rank has been there for a while
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def test_ranks_whose_records_are_lost_are_stopped_by_what_the_backend_lists(
