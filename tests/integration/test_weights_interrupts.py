@@ -21,13 +21,19 @@ MAX_LINES = 700  # of the package that a publish or a look runs, mostly
 
 
 class InterruptAfter:
-    """Raises KeyboardInterrupt at the line of `atoll/weights` that is this many lines ahead."""
+    """Raises KeyboardInterrupt at the line of `atoll/weights` that is this many lines ahead.
 
-    def __init__(self, lines: int) -> None:
+    `function`: only lines of functions of this name count.
+    """
+
+    def __init__(self, lines: int, function: str | None) -> None:
         self._left = lines
+        self._function = function
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self._count if "/atoll/weights/" in frame.f_code.co_filename else None
+        code = frame.f_code
+        is_counted = self._function in (None, code.co_name)
+        return self._count if is_counted and "/atoll/weights/" in code.co_filename else None
 
     def _count(self, frame: FrameType, event: str, arg: object) -> Any:
         self._left -= event == "line"
@@ -37,9 +43,9 @@ class InterruptAfter:
         return self._count
 
 
-def is_interrupted(work: Callable[[], object], lines: int) -> bool:
+def is_interrupted(work: Callable[[], object], lines: int, function: str | None = None) -> bool:
     before = sys.gettrace()
-    sys.settrace(InterruptAfter(lines))
+    sys.settrace(InterruptAfter(lines, function))
     try:
         work()
     except KeyboardInterrupt:
@@ -79,3 +85,16 @@ def test_an_interrupt_at_any_line_makes_no_wrong_version_and_nobody_is_stuck(
             assert follower.version == newest
             assert_is(follower)
     assert interrupts > PUBLISHES / 4
+
+
+@pytest.mark.parametrize("line", range(1, 14))
+def test_an_interrupt_at_any_line_that_settles_a_version_leaves_the_publisher_its_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int
+) -> None:
+    monkeypatch.setattr(api, "_threads", lambda: Threads(1))
+    with Publisher(tmp_path) as publisher, Follower(tmp_path) as follower:
+        publisher.publish(weights(0), step=0)
+        is_interrupted(partial(publisher.publish, weights(1), step=1), line, "settle")
+        for step in (2, 3):
+            assert publisher.publish(weights(step), step=step) == follower.next()
+            assert_is(follower)

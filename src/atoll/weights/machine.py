@@ -496,12 +496,12 @@ class PublisherMachine:
             self._lose(pending.record.number)
             return
         pending.move()
-        self.pending = None
         self.head = self.parent = pending.record.number
         self.records[self.head] = pending.record
         is_full = pending.record.parent is None
         self.since_full = 0 if is_full else self.since_full + 1
         self.is_gc_due = self.is_gc_due or is_full
+        self.pending = None  # last: after a Ctrl-C on the way all of this is done again
 
     def _lose(self, number: int) -> None:
         """The number that was to be a version is somebody else's."""
