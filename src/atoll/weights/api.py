@@ -157,6 +157,8 @@ def _check_options(full_every: int, keep: int, dtype: Any) -> None:
         raise ValidationError("dtype", dtype, "expected a type of torch, such as torch.bfloat16")
     if isinstance(dtype, str):
         raise ValidationError("dtype", dtype, f"expected torch.{dtype.removeprefix('torch.')}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValidationError("dtype", dtype, "expected a floating point type: it is for weights")
     if not isinstance(full_every, int) or full_every < 1:
         raise ValidationError("full_every", full_every, "expected a number of at least 1")
     if not isinstance(keep, int) or keep < 0:
@@ -360,7 +362,8 @@ class Follower:
         follower = f"{host}.{secrets.token_hex(6)}"
         self._reports = ChannelReports(self._driver.store.uri, "follower", follower)
         self._reader = Reader(follower, lambda each: load_files(each, run), time.monotonic)
-        self._last = 0  # the newest number that was returned
+        self._last = 0  # the newest number that it had
+        self._returned = 0  # by `next`
 
     @property
     def version(self) -> Version | None:
@@ -377,6 +380,7 @@ class Follower:
         """
         if number is not None and (not isinstance(number, int) or number < max(self._last, 1)):
             raise ValidationError("number", number, f"expected at least {max(self._last, 1)}")
+        self._threads.check_open()
         deadline = time.monotonic() + timeout
         while True:
             if not self._last:
@@ -389,7 +393,9 @@ class Follower:
             if version is not None:
                 self._last = version.number
                 self._reports.add(self._reader.record)
-                if version.number == number or (number is None and version.number > before):
+                is_new = version.number > self._returned
+                if version.number == number or (number is None and is_new):
+                    self._returned = version.number
                     return version
             left = deadline - time.monotonic()
             if left <= 0:
@@ -544,6 +550,8 @@ def _checked(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         is_empty = False
         if not isinstance(name, str) or name in ("", RESERVED_NAME):
             raise ValidationError("named_tensors", name, f"expected a name but {RESERVED_NAME!r}")
+        if not name.isascii() and name != name.encode("utf-8", "replace").decode():
+            raise ValidationError("named_tensors", ascii(name), "expected a name in UTF-8")
         yield name, tensor
     if is_empty:
         expected = "expected at least one tensor; an iterator can be read only once"
@@ -554,6 +562,7 @@ def _value(name: str, tensor: Any, dtype: Any) -> TensorValue:
     """The tensor's bytes in host memory; not copied where they are there."""
     if not hasattr(tensor, "detach"):
         array = np.ascontiguousarray(tensor)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
         dtype, shape = array.dtype, np.shape(tensor)
         kind = DTYPES.get(dtype.name)
         data = array.reshape(-1).view(np.uint8) if kind else array

@@ -102,9 +102,12 @@ class Threads:
         self._pool = ThreadPoolExecutor(count, "atoll weights") if count > 1 else None
         self._is_closed = False
 
-    def run(self, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    def check_open(self) -> None:
         if self._is_closed:
             raise Permanent("it is closed: make another Publisher or Follower")
+
+    def run(self, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        self.check_open()
         if self._pool is None:
             return [work(item) for item in items]
         return list(self._pool.map(work, items))

@@ -263,6 +263,24 @@ def test_a_number_is_reached_exactly_or_not_at_all(tmp_path: Path) -> None:
     assert follower.next(number=numbers[-1] + 1) is None
     with pytest.raises(ValidationError, match="number"):
         follower.next(number=numbers[2])
+    # On the way to a number that does not come it went to the newest, which nobody has got yet.
+    assert follower.next().step == 5  # type: ignore[union-attr]
+    assert follower.next() is None
+
+
+def test_values_are_those_of_the_array_in_any_order_of_bytes_or_dimensions(tmp_path: Path) -> None:
+    values = np.arange(12.0).reshape(3, 4)
+    arrays = {
+        "big": values.astype(">f4"),
+        "transposed": values.T,
+        "backwards": values[::-1],
+        "one": np.float64(3),
+    }
+    Publisher(tmp_path).publish(arrays)
+    follower = Follower(tmp_path)
+    follower.next()
+    for name, tensor in follower.tensors().items():
+        assert np.array_equal(tensor.numpy(), arrays[name]), name
 
 
 def test_a_folder_that_others_read_is_never_written(tmp_path: Path) -> None:
@@ -421,6 +439,7 @@ def test_verify_sees_memory_that_has_changed(tmp_path: Path) -> None:
         ({"files": ["/etc/passwd.bin"]}, "files"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"dtype": torch.complex64}, "dtype"),
+        ({"dtype": torch.int8}, "dtype"),
     ],
 )
 def test_bad_input_is_refused_before_anything_happens(
@@ -436,7 +455,8 @@ def test_bad_input_is_refused_before_anything_happens(
 @pytest.mark.parametrize(
     "bad",
     [{}, iter(()), {"__metadata__": torch.ones(1)}, {"": torch.ones(1)}, [(None, torch.ones(1))],
-     {"x": "text"}, {"x": None}, {"x": torch.ones(1, dtype=torch.complex64)}],
+     {"\ud800": torch.ones(1)}, {"x": "text"}, {"x": None},
+     {"x": torch.ones(1, dtype=torch.complex64)}],
 )  # fmt: skip
 def test_what_followers_could_not_take_is_not_published(tmp_path: Path, bad: Any) -> None:
     publisher, follower = Publisher(tmp_path), Follower(tmp_path)
@@ -485,6 +505,11 @@ def test_one_that_is_closed_says_so(tmp_path: Path) -> None:
         publisher.publish(weights(1))
     with pytest.raises(Permanent, match="it is closed: make another Publisher or Follower"):
         follower.next(timeout=60.0)
+    assert not any(each.is_file() for each in (tmp_path / "lease").rglob("*"))
+    with Publisher(tmp_path), Follower(tmp_path) as follower:
+        follower.next()
+    with pytest.raises(Permanent, match="it is closed"):
+        follower.next()  # there is no newer version
     with Follower(tmp_path) as other:
         other.next(timeout=60.0)
         assert_is(other, 0)
