@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NOTE_S = 3.0  # without a version: long enough for one that is there to be found
 FOREVER_S = 3600.0  # until the next call, which waits again
+RETRY_S = 10.0  # until a folder is tried again: its disk may have room by then
 
 
 class _Weights(click.Group):
@@ -162,11 +163,11 @@ def follow_versions(
 
     check_folder(uri)
     own_folder(folder)
-    timeout_s = NOTE_S
+    timeout_s, unwritten = NOTE_S, None
     with Follower(uri, name=name) as follower:
         while True:
             try:
-                version = follower.next(timeout=timeout_s)
+                version = follower.next(timeout=timeout_s) or unwritten
             except Temporary as error:
                 print_note(str(error))
                 continue
@@ -175,8 +176,13 @@ def follow_versions(
                     print_note(f"there is no version at {uri} yet: waiting for the first")
                 timeout_s = FOREVER_S
                 continue
-            timeout_s = FOREVER_S
-            path = follower.write(folder)
+            try:
+                path = follower.write(folder)
+            except OSError as error:
+                print_note(f"version {version.number} is not in {folder}: {error.strerror}")
+                timeout_s, unwritten = RETRY_S, version
+                continue
+            timeout_s, unwritten = FOREVER_S, None
             row: dict[str, Any] = {"number": version.number, "step": version.step, "path": path}
             if is_json:
                 print_json(row)

@@ -52,6 +52,7 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 # answers at once.
 POLL_S, FOLDER_POLL_S = 1.0, 0.05
 STATE = ".atoll-state"  # beside the files of a version in a folder; loaders pass it over
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 OWNED = ".atoll-weights"  # an empty file in folders whose versions `write` may delete
 MAX_THREADS = 8  # beyond it memory is the limit, not cores
 MAX_EXTRA_BYTES = 64 << 20  # of one file beside the tensors; a tokenizer has 20 MB at the most
@@ -434,7 +435,8 @@ class Follower:
         """Write `FOLDER/vN`, which `from_pretrained` reads, and point the link `current` to it.
 
         Returns the path of `FOLDER/vN`. The version before stays, for whoever reads it; older ones
-        are deleted. Raises ValidationError if the folder has files that are not from here.
+        are deleted first, so there is never more than two. Raises ValidationError if the folder has
+        files that are not from here.
         """
         copy, version = self._copy(), self.version
         assert version is not None
@@ -444,12 +446,12 @@ class Follower:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one of several processes writes it, for all
             before = os.readlink(link) if link.is_symlink() else ""
             if not _is_version(target, copy.state):
+                _remove_others(root, {target.name, before})
                 _write_version(copy, target)
             if before != target.name:
                 draft = root / f".current.{secrets.token_hex(4)}"
                 draft.symlink_to(target.name)
                 draft.rename(link)
-                _remove_others(root, {target.name, before})
         return str(target)
 
     def verify(self) -> None:
@@ -493,16 +495,26 @@ def own_folder(folder: str | os.PathLike[str]) -> Path:
                 expected = "expected an empty folder, or one that versions were written to"
                 raise ValidationError("folder", str(root), f"{expected}: {other.name!r} is in it")
             (root / OWNED).touch()
+        link = root / "current"
+        if link.exists() and not link.is_symlink():
+            raise ValidationError("folder", str(root), "expected 'current' in it to be a link")
     except OSError as error:
         expected = f"expected a folder that can be made: {error.strerror}"
         raise ValidationError("folder", str(root), expected) from error
     return root
 
 
+def _mark_of(state: str) -> str:
+    """What says that a folder has this version: that of another channel may have the same number.
+
+    Files are not forced to the disk, so those of another boot may have lost what they held.
+    """
+    return f"{state} {BOOT_ID.read_text().strip()}"
+
+
 def _is_version(folder: Path, state: str) -> bool:
-    """Whether the folder has this version: that of another channel may have the same number."""
     try:
-        return (folder / STATE).read_text() == state
+        return (folder / STATE).read_text() == _mark_of(state)
     except OSError:
         return False
 
@@ -513,7 +525,7 @@ def _write_version(copy: Tensors, target: Path) -> None:
         draft.mkdir()
         for name, pieces in copy.files():
             write_file(draft / name, list(pieces), mode=0o644, is_durable=False)
-        write_file(draft / STATE, [copy.state.encode()], mode=0o644, is_durable=False)
+        write_file(draft / STATE, [_mark_of(copy.state).encode()], mode=0o644, is_durable=False)
         if target.exists():  # of another channel
             target.rename(target.with_name(f".{target.name}.{secrets.token_hex(4)}"))
         draft.rename(target)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
+from atoll.cli import weights as cli
 from atoll.cli.main import app
 from atoll.core.errors import ValidationError
-from atoll.weights import Follower, Publisher
+from atoll.weights import Follower, Publisher, api
+from atoll.weights.state import Tensors
 
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 
@@ -91,7 +96,7 @@ def test_follow_with_json_has_nothing_else_on_stdout(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"] == str(tmp_path / "out/v2")
+    assert json.loads(done.stdout)["path"] == f"{tmp_path}/out/v2"
     assert done.stderr == "hello\n"
 
 
@@ -136,3 +141,25 @@ def test_follow_says_that_it_waits_and_ctrl_c_drops_its_lease(tmp_path: Path) ->
         assert process.wait(timeout=60) == 130
         assert "Traceback" not in process.stderr.read()
     assert not [each for each in (tmp_path / "channel").rglob("lease/*/*") if each.is_file()]
+
+
+def test_a_version_that_does_not_fit_on_the_disk_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "channel", 1)
+    write, full = api._write_version, [True, True]
+
+    def write_or_fail(copy: Tensors, target: Path) -> None:
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(copy, target)
+
+    monkeypatch.setattr(api, "_write_version", write_or_fail)
+    monkeypatch.setattr(cli, "RETRY_S", 0.0)
+    arguments = ["weights", "follow", str(tmp_path / "channel"), str(tmp_path / "out"), "--once"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("version 2 is not in") == 2
+    assert "No space left on device" in done.stderr
+    assert done.stdout == f"version 2: {tmp_path}/out/v2\n"

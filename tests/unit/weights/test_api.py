@@ -343,6 +343,52 @@ def test_a_folder_that_does_not_fit_on_the_disk_leaves_nothing_there(tmp_path: P
     assert load_file(f"{follower.write(out)}/model.safetensors").keys() == weights(1).keys()
 
 
+def test_a_folder_of_before_a_loss_of_power_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, follower, out = Publisher(tmp_path / "a"), Follower(tmp_path / "a"), tmp_path / "out"
+    publisher.publish(weights(1), step=1)
+    follower.next()
+    path = Path(follower.write(out))
+    (path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "boot").write_text("another\n")
+    monkeypatch.setattr(api, "BOOT_ID", tmp_path / "boot")
+    assert follower.write(out) == str(path)
+    assert load_file(path / "model.safetensors").keys() == weights(1).keys()
+
+
+def test_a_folder_with_an_own_current_is_refused(tmp_path: Path) -> None:
+    publisher, follower, out = Publisher(tmp_path / "a"), Follower(tmp_path / "a"), tmp_path / "out"
+    publisher.publish(weights(1), step=1)
+    follower.next()
+    out.mkdir()
+    (out / ".atoll-weights").touch()
+    (out / "current").mkdir()
+    with pytest.raises(ValidationError, match="'current'"):
+        follower.write(out)
+    assert sorted(each.name for each in out.iterdir()) == [".atoll-weights", "current"]
+
+
+def test_a_folder_has_two_versions_at_the_most_also_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, follower, out = Publisher(tmp_path / "a"), Follower(tmp_path / "a"), tmp_path / "out"
+    before = list[list[str]]()
+    write = api._write_version
+
+    def write_version(copy: Tensors, target: Path) -> None:
+        before.append(sorted(each.name for each in out.glob("v*")))
+        write(copy, target)
+
+    monkeypatch.setattr(api, "_write_version", write_version)
+    for step in range(4):
+        publisher.publish(weights(step), step=step)
+        follower.next()
+        follower.write(out)
+    assert before == [[], ["v2"], ["v3"], ["v4"]]
+    assert sorted(each.name for each in out.glob("v*")) == ["v4", "v5"]
+
+
 @pytest.mark.parametrize("is_changed", [0, 1, 2])
 def test_an_interrupt_while_the_base_changes_makes_no_wrong_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_changed: int
