@@ -80,17 +80,18 @@ def read_channel(uri: str | os.PathLike[str], *, limit: int = 20) -> Channel:
             continue
         age_s = now - row.modified.timestamp()
         is_fresh = age_s <= LEASE_LIFE_S
-        behind, lag_s = lag_of(lease[1], ages)
+        number = 0 if lease.is_joining else lease.number
+        behind, lag_s = lag_of(number, ages)
         status = FollowerStatus(
-            name=lease[0],
-            number=lease[1],
+            name=lease.follower,
+            number=number,
             age_s=age_s,
             behind=behind,
-            lag_s=lag_s if is_fresh and lease[1] else None,
+            lag_s=lag_s if is_fresh and number else None,
             is_fresh=is_fresh,
         )
-        if lease[0] not in newest or age_s <= newest[lease[0]].age_s:
-            newest[lease[0]] = status
+        if lease.follower not in newest or age_s <= newest[lease.follower].age_s:
+            newest[lease.follower] = status
     return Channel(
         uri=store.uri,
         versions=tuple(versions),

@@ -158,7 +158,8 @@ class Reader:
         self.deltas = 0
         self._load = load
         self._clock = clock
-        self._leases = set[int]()  # that may be in the store
+        self._lease_key = ""  # the newest
+        self._leases = set[str]()  # that may be in the store
         self._renewed_at = 0.0
 
     @property
@@ -167,32 +168,35 @@ class Reader:
 
     def advance(self, limit: int | None = None) -> Steps[None]:
         """Go to the newest version, or as far as `limit`; never back, and never past a hole."""
-        yield from self._lease()
+        yield from self._lease(self.number)
         while not (yield from self._follow(limit)):
             if not (yield from self._reload(limit)):
                 break
-        if self.number not in self._leases:
-            yield from self._lease()
-        yield from self._drop_leases()
+        if self.record is not None and self._key_of(self.number) != self._lease_key:
+            yield from self._lease(self.number)
 
     def leave(self) -> Steps[None]:
         """Drop the lease."""
         if self._leases:
-            yield Delete(tuple(lease_key(self.follower, number) for number in self._leases))
+            yield Delete(tuple(self._leases))
             self._leases.clear()
 
-    def _lease(self) -> Steps[None]:
-        """Keep from deletion what comes after the version held (rule 13)."""
-        number = self.number
-        self._leases.add(number)  # also if no answer comes
-        self._renewed_at = self._clock()
-        yield Put(lease_key(self.follower, number), b"")
+    def _key_of(self, number: int) -> str:
+        return lease_key(self.follower, number, is_joining=self.record is None)
 
-    def _drop_leases(self) -> Steps[None]:
-        old = self._leases - {self.number}
-        if old:
-            yield Delete(tuple(lease_key(self.follower, number) for number in old))
+    def _lease(self, number: int) -> Steps[None]:
+        """Keep from deletion what comes after this number (rule 13)."""
+        self._lease_key = self._key_of(number)
+        yield from self._renew()
+        # A later one stays: a List that passed the new one's place before it came finds that.
+        if old := {key for key in self._leases if key < self._lease_key}:
+            yield Delete(tuple(old))
             self._leases -= old
+
+    def _renew(self) -> Steps[None]:
+        self._leases.add(self._lease_key)  # also if no answer comes
+        self._renewed_at = self._clock()
+        yield Put(self._lease_key, b"")
 
     def _follow(self, limit: int | None) -> Steps[bool]:
         """Take record after record. False: from here on only a full copy helps (rule 11)."""
@@ -245,8 +249,11 @@ class Reader:
         for copy in sorted(copies, key=lambda copy: (copy.number, copy.folder), reverse=True):
             if copy.number <= self.number:
                 break
-            is_wanted = limit is None or copy.number <= limit
-            if is_wanted and (yield from self._load_copy(copy)):
+            if limit is not None and copy.number > limit:
+                continue
+            if self.record is None:  # others need not stay: there may always be one that joins
+                yield from self._lease(copy.number - 1)
+            if (yield from self._load_copy(copy)):
                 return True
         return False
 
@@ -274,7 +281,7 @@ class Reader:
     def _read(self, key: str, digest: str) -> Steps[Buffer | None]:
         """The object if it has this SHA-256."""
         if self._clock() - self._renewed_at > RENEW_S:
-            yield from self._lease()
+            yield from self._renew()
         body: Buffer | None = yield Get(key)
         return body if body is not None and sha256_of([body]) == digest else None
 
@@ -612,7 +619,7 @@ class PublisherMachine:
 
     def _fresh(self, ages: Mapping[str, float]) -> list[int]:
         return [
-            lease[1]
+            lease.number
             for key, age_s in ages.items()
             if age_s <= LEASE_LIFE_S and (lease := read_lease(key))
         ]

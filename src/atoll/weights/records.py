@@ -4,7 +4,8 @@ log/N               create-only: the claim of a publisher, or a version
 delta/N.WHO.TRY/K   part K of what version N changes against its parent
 full/N.WHO.TRY/…    version N as a Hugging Face folder; its `atoll.json` is written last
 …/K.WHO.SERIAL.json share K of version N, which WHO has put there for the publisher
-lease/ID/N          empty: follower ID stands on version N; 0: on its way in
+lease/ID/N          empty: follower ID stands on version N
+lease/ID/N.joining  empty: follower ID is on its way in, and needs what comes after N
 
 Numbers have ten digits, so a LIST is in their order. Whoever may write to the bucket is trusted,
 but objects may be torn or damaged: parsers answer None for other keys, `unseal` raises Damaged.
@@ -28,7 +29,7 @@ SEAL = "atoll.json"  # of a full copy
 MAX_CLAIM_BYTES = 160
 _KEY = re.compile(r"(?P<kind>delta|full)/(?P<number>[0-9]{10})\.(?P<who>[0-9a-f]+)\.[0-9]+/.+")
 _LOG = re.compile(r"log/([0-9]{10})")
-_LEASE = re.compile(r"lease/([^/]+)/([0-9]{10})")
+_LEASE = re.compile(r"lease/([^/]+)/([0-9]{10})(\.joining)?")
 _SHARE = re.compile(r".+/([0-9]{5})\.([0-9a-f]+)\.[0-9]+\.json")
 
 
@@ -133,14 +134,21 @@ def looks_like_claim(size: int) -> bool:
     return size <= MAX_CLAIM_BYTES
 
 
-def lease_key(follower: str, number: int) -> str:
-    return f"lease/{follower}/{number:010d}"
+class Lease(NamedTuple):
+    """What comes after `number` is to stay for the follower."""
+
+    follower: str
+    number: int
+    is_joining: bool
 
 
-def read_lease(key: str) -> tuple[str, int] | None:
-    """The follower and the number it stands on."""
+def lease_key(follower: str, number: int, *, is_joining: bool) -> str:
+    return f"lease/{follower}/{number:010d}{'.joining' if is_joining else ''}"
+
+
+def read_lease(key: str) -> Lease | None:
     match = _LEASE.fullmatch(key)
-    return (match[1], int(match[2])) if match else None
+    return Lease(match[1], int(match[2]), match[3] is not None) if match else None
 
 
 def try_folder(kind: str, number: int, who: str, attempt: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.objectstore.effects import Create, Delete, Get, List, Put
+from atoll.weights.machine import LEASE_LIFE_S
 from tests.sim.weights.world import Actor, Setup, Sim
 
 
@@ -80,6 +81,21 @@ def gc_while_a_joiner_reads(**changes: Any) -> None:
     _run_until(sim, joiner, lambda _: sim.counts["moves"] > 0, most=40)
 
 
+def joiners_that_die(**changes: Any) -> None:
+    """Rule 13. There is always one on its way in: old versions are deleted nevertheless."""
+    sim = Sim(random.Random(6), Setup(full_every=1, keep=0, **changes))
+    sim.is_quiet = True
+    trainer = sim.new_trainer()
+    for goal in range(2, 30):
+        _run_until(sim, trainer, lambda _, goal=goal: sim.counts["answered"] == goal)
+        joiner = sim.new_follower()
+        _run_until(sim, joiner, lambda effect: isinstance(effect, Get) and "full/" in effect.key)
+        sim.kill(joiner)
+        sim.advance(LEASE_LIFE_S / 2)
+        versions = sum(key.startswith("log/") for key in sim.objects)
+        assert versions < 10, f"{versions} records stay for joiners that died"
+
+
 def many_restarts(**changes: Any) -> None:
     """Trainers claim and die, before the last version and after it: nobody reads their claims."""
     sim = Sim(random.Random(4), Setup(full_every=4, keep=1, **changes))
@@ -126,6 +142,7 @@ DIRECTED: dict[str, Callable[..., None]] = {
         joiner_between_two_lists,
         claim_in_the_past,
         gc_while_a_joiner_reads,
+        joiners_that_die,
         many_restarts,
         parts_of_a_fenced_trainer,
     )

@@ -293,9 +293,9 @@ class RecordBeforeParts(GroupMachine):
 
 # With the seed of a schedule that catches it.
 MUTANTS: dict[str, tuple[type[GroupMachine], int]] = {
-    "one base moves alone": (BaseMovesAlone, 5),
+    "one base moves alone": (BaseMovesAlone, 6),
     "the error of one process is ignored": (ErrorIgnored, 6),
-    "the outcome is not broadcast": (OutcomeNotBroadcast, 9),
-    "a lost publish is forgotten by the others": (LostPublishForgotten, 5),
+    "the outcome is not broadcast": (OutcomeNotBroadcast, 6),
+    "a lost publish is forgotten by the others": (LostPublishForgotten, 6),
     "record before the parts of all": (RecordBeforeParts, 0),
 }

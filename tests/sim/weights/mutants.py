@@ -216,15 +216,20 @@ class LeasesFirst(PublisherMachine):  # rule 14
 
 
 class LeaseAfterReading(Reader):  # rule 13
-    def advance(self, limit: int | None = None) -> Steps:
-        if self.number:
-            yield from super().advance(limit)
-            return
-        self._renewed_at = 1e12
-        while not (yield from self._follow(limit)):
-            if not (yield from self._reload(limit)):
-                break
-        yield from self._lease()
+    def _renew(self) -> Steps:
+        self._renewed_at = self._clock()
+        if self.record is not None:
+            yield from super()._renew()
+
+
+class JoinerLeasesAll(Reader):  # rule 13
+    def _lease(self, number: int) -> Steps:
+        yield from super()._lease(0 if self.record is None else number)
+
+
+class JoinerLeasesItsCopy(Reader):  # rule 13
+    def _lease(self, number: int) -> Steps:
+        yield from super()._lease(number + (self.record is None and number > 0))
 
 
 class OwnClock(PublisherMachine):  # rule 16
@@ -317,6 +322,8 @@ MUTANTS = [
     Mutant("gc ignores leases", LeasesIgnored),
     Mutant("leases read before the log", LeasesFirst),
     Mutant("joiner leases after reading", reader=LeaseAfterReading),
+    Mutant("a joiner leases everything", reader=JoinerLeasesAll),
+    Mutant("a joiner leases after its copy", reader=JoinerLeasesItsCopy),
     Mutant("age by own clock", OwnClock),
     Mutant("gc takes one version too many", OneTooMany),
     Mutant("newest full copy deleted", NewestDeleted),
@@ -346,13 +353,15 @@ CAUGHT_BY: dict[str, int | str] = {
     "parent and digests ignored": 0,
     "holes passed over": 0,
     "the newest taken whatever was asked": 0,
-    "gc ignores leases": 6,
+    "gc ignores leases": 9,
     "leases read before the log": "joiner_between_two_lists",
     "joiner leases after reading": "gc_while_a_joiner_reads",
+    "a joiner leases everything": "joiners_that_die",
+    "a joiner leases after its copy": "gc_while_a_joiner_reads",
     "age by own clock": 0,
-    "gc takes one version too many": 6,
+    "gc takes one version too many": 9,
     "newest full copy deleted": 6,
-    "anybody's left-overs deleted": 29,
+    "anybody's left-overs deleted": 241,
     "every record is read": "many_restarts",
     "versions pass for claims": 0,
     "left-overs without their record": "parts_of_a_fenced_trainer",

@@ -151,9 +151,9 @@ CAUGHT_BY: dict[str, int | str] = {
     "nobody takes over": "leader_dies_before_its_record",
     "nobody waits for the leader": "each_uploads_a_share",
     "a leader of the past is waited for": "run_goes_on_in_new_processes",
-    "a superseded run goes on": 0,
+    "a superseded run goes on": 1,
     "one folder for all leaders and rounds": 0,
     "folders without number": 0,
-    "description before its parts": 1,
+    "description before its parts": 48,
     "base read before the claim": 0,
 }

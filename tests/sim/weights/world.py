@@ -396,8 +396,9 @@ class Sim:
             if row is None or self.now - stored.time > LEASE_LIFE_S:
                 continue
             since = self.fresh_since[lease]
-            if row[1]:
-                if since < actor.leases_listed_at and number > row[1] and not is_copy:
+            if row.number:
+                is_needed = not is_copy or (row.is_joining and twins < 2)
+                if since < actor.leases_listed_at and number > row.number and is_needed:
                     raise Violation(f"(f) {key} is deleted under {lease}")
                 continue
             needed = [n for at, n in self.newest_copies if at >= since]
