@@ -267,6 +267,18 @@ def test_a_damaged_checkpoint_is_passed_over(part: str) -> None:
         assert again.values == [12.0] * 8
 
 
+def test_an_object_in_the_place_of_a_checkpoint_may_be_of_any_size() -> None:
+    store = MemoryStore()
+    one = Replica(store)
+    with one.loop:
+        one.step(3)
+    key = f"run/checkpoint/00000099.{'a' * 32}"
+    ObjectStore(store, "memory").put(key, bytes(65 << 20))
+    again = Replica(store)
+    with again.loop:
+        assert again.values == [3.0] * 8
+
+
 def damage(body: bytes) -> bytes:
     at = len(body) // 2
     return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]

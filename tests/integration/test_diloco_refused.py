@@ -149,6 +149,7 @@ def test_what_cannot_be_used_is_named(model: Any, more: dict[str, Any], messages
         *(("down_codec", value) for value in ([], 0, "nope")),
         *(("uri", value) for value in ([], 0, {})),
         *(("scheduler", value) for value in (1, "x", [])),
+        ("world_size", 100_000),  # more ranks than keys have digits for
     ],
 )
 def test_an_argument_that_does_not_fit_is_named_and_the_store_is_not_touched(
@@ -161,6 +162,17 @@ def test_an_argument_that_does_not_fit_is_named_and_the_store_is_not_touched(
         )
     assert caught.value.field == field
     assert "expected" in str(caught.value)
+    assert not ObjectStore.open(where).list("")
+
+
+@pytest.mark.parametrize("names", ["FOO", "KILL", "TERM STOP"])
+def test_signals_that_nobody_can_catch_are_named_and_the_store_is_not_touched(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_LEAVE_SIGNALS", names)
+    where = uri()
+    with pytest.raises(ValidationError, match="expected names of signals"):
+        open_with(pair(), where)
     assert not ObjectStore.open(where).list("")
 
 

@@ -169,7 +169,7 @@ class Permanent(BackendError):
 
 
 class ObjectTooLarge(Permanent):
-    """The backend takes smaller objects only."""
+    """An object is larger than the backend, or its reader, takes."""
 
 
 class StoreDenied(Permanent, Denied):

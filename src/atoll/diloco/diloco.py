@@ -128,6 +128,7 @@ class DiLoCo:
         """
         check_module(model)
         check_limits(timeout, grace_s, checkpoint_every)
+        self._leave = LeaveRequest(lambda: self._rounds.request_leave())
         self._reports = RoundReports(on_round)
         settings = read_settings(
             preset,
@@ -183,7 +184,6 @@ class DiLoCo:
         self._lease: DataLease | None = None
         self._sampler: DataSampler | None = None
         self._clock = PeriodClock()
-        self._leave = LeaveRequest(lambda: self._rounds.request_leave())
         # A thread is made when it is needed: none without a store.
         self._pool = ThreadPoolExecutor(THREADS, f"diloco-{self.config.rank}")
         self._setup = RunSetup(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -122,8 +123,6 @@ class OptimizerWatch:
         parameters: Mapping[str, torch.Tensor],
         after: Callable[[], None],
     ) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
         self._optimizers, self._parameters, self._after = optimizers, parameters, after
         self._stepped: set[int] = set()
         self._groups = self._read_groups()
@@ -132,7 +131,7 @@ class OptimizerWatch:
             optimizer.register_step_post_hook(lambda *_, at=at: self._note(at))
             for at, optimizer in enumerate(optimizers)
         ]
-        self._hooks.append(register_optimizer_step_post_hook(self._note_any))
+        _watches.add(self)
 
     def find_changes(self) -> list[str]:
         """What is odd about the optimisers if they train other parameters than before.
@@ -158,7 +157,7 @@ class OptimizerWatch:
             self._stepped.clear()
             self._after()
 
-    def _note_any(self, optimizer: Any, *_: Any) -> None:
+    def note_any(self, optimizer: Any) -> None:
         """Raises ValidationError if an optimiser that nobody told of trains the model."""
         if any(optimizer is each for each in self._optimizers):
             return
@@ -179,8 +178,42 @@ class OptimizerWatch:
             )
 
     def close(self) -> None:
+        _watches.discard(self)
         for hook in self._hooks:
             hook.remove()
+
+
+class _Watches:
+    """All watches of this process behind one hook on every optimiser's steps.
+
+    The hook stays: another thread may step an optimiser while one is added or removed, and torch
+    walks through its hooks without a lock.
+    """
+
+    def __init__(self) -> None:
+        self._all: tuple[OptimizerWatch, ...] = ()
+        self._lock = threading.Lock()
+        self._is_hooked = False
+
+    def add(self, watch: OptimizerWatch) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        with self._lock:
+            self._all = (*self._all, watch)
+            if not self._is_hooked:
+                register_optimizer_step_post_hook(self._note)
+                self._is_hooked = True
+
+    def discard(self, watch: OptimizerWatch) -> None:
+        with self._lock:
+            self._all = tuple(each for each in self._all if each is not watch)
+
+    def _note(self, optimizer: Any, *_: Any) -> None:
+        for watch in self._all:
+            watch.note_any(optimizer)
+
+
+_watches = _Watches()
 
 
 class RunSchedule:

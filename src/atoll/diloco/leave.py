@@ -26,9 +26,10 @@ _POLL_S = 2.0
 
 
 def read_signals() -> list[signal.Signals]:
-    """Raises ValidationError for a name in the variable that is no signal."""
+    """Raises ValidationError for a name in the variable that is no signal, or that none catches."""
     names = os.environ.get(SIGNALS, "TERM").replace(",", " ").split()
-    known = {each.name.removeprefix("SIG"): each for each in signal.Signals}
+    caught = {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
+    known = {each.name.removeprefix("SIG"): each for each in caught}
     for name in names:
         if name.removeprefix("SIG") not in known:
             raise ValidationError(SIGNALS, name, "expected names of signals, such as TERM USR1")
@@ -44,7 +45,7 @@ class LeaveRequest:
 
     def __init__(self, ask: Callable[[], None]) -> None:
         """`ask` is called at once, in a signal handler, too: it may only set flags."""
-        self._ask = ask
+        self._ask, self._signals = ask, read_signals()
         self._has_stepped = False
         self.signal: int | None = None
         self.is_requested = False
@@ -54,7 +55,7 @@ class LeaveRequest:
     def listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        for each in read_signals():
+        for each in self._signals:
             if signal.getsignal(each) is signal.SIG_DFL:
                 self._replaced[each] = signal.signal(each, self._on_signal)
         where = os.environ.get(NOTICE)

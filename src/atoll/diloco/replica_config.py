@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from atoll.core.checks import QUORUM_VARIABLE, TOGETHER_VARIABLE, check_int, check_run_id
 from atoll.core.errors import ValidationError
+from atoll.diloco.round.objects import MAX_RANK
 from atoll.objectstore import ObjectStore
-
-_MANY = 10**6
 
 # The first variable that is set counts.
 RANK = ("ATOLL_RANK", "REPLICA_RANK", "RANK")
@@ -54,7 +53,7 @@ def find_replica_config(
     rank = find_rank(rank, is_one_of_many=is_one_of_many)
     if world_size is None:
         world_size = _read(*WORLD[: -1 if is_one_of_many else None]) or 1
-    check_int("world_size", world_size, 1, _MANY)
+    check_int("world_size", world_size, 1, MAX_RANK)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
     minimum = find_min_replicas(min_replicas, world_size)
@@ -69,7 +68,7 @@ def find_rank(rank: int | None, *, is_one_of_many: bool) -> int:
     """The rank of this replica, as `find_replica_config` finds it."""
     if rank is None:
         rank = _read(*RANK[: -1 if is_one_of_many else None], least=0) or 0
-    check_int("rank", rank, 0, _MANY)
+    check_int("rank", rank, 0, MAX_RANK)
     return rank
 
 

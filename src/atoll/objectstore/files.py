@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from atoll.core.errors import Permanent
+from atoll.core.errors import ObjectTooLarge, Permanent
 from atoll.files.writing import Buffer, sync_folder, write_file
 
 # LocalStore spells other keys differently in the names of files.
@@ -109,7 +109,7 @@ def read_file(path: str, start: int, end: int | None, max_bytes: int | None) -> 
 def check_size(name: str, size: int, max_bytes: int | None) -> None:
     """Raise Permanent before memory is taken for an object that is larger than it can be."""
     if max_bytes is not None and size > max_bytes:
-        raise Permanent(f"{name}: {size} bytes, expected at most {max_bytes}")
+        raise ObjectTooLarge(f"{name}: {size} bytes, expected at most {max_bytes}")
 
 
 def fill_from(file: int, buffer: memoryview, offset: int) -> int:

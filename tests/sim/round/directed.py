@@ -6,10 +6,12 @@ are those of the design: a create that succeeds after a sleep, deadlocks, damage
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from atoll.diloco.round import objects
 from tests.sim.round.stage import Stage
+from tests.sim.round.world import Stored
 
 LOSSY = {"is_lossy_up": True, "is_lossy_down": True}
 
@@ -176,7 +178,7 @@ def mean_swept_and_made_again(**broken: Any) -> Stage:
     foreign = 0
     for tenths in range(-4, 6):
         stage = _sleep_while_a_mean_is_made_again(tenths / 10, **broken)
-        foreign += sum("is not of this replica" in text for text in stage.oracle.logs)
+        foreign += sum("does not belong to" in text for text in stage.oracle.logs)
     check(foreign > 0, stage, "process 1 never read the second mean")
     return stage
 
@@ -349,7 +351,35 @@ def mean_damaged_for_good(**broken: Any) -> Stage:
 
 def manifest_deleted(**broken: Any) -> Stage:
     """A manifest that no checkpoint covers is deleted, and all are killed: an error names it."""
-    return _lose_committed("manifest/", "manifest of round", **broken)
+    return _lose_committed("manifest/", "manifest/00000006 is missing", **broken)
+
+
+def rubbish_in_a_later_round(**broken: Any) -> Stage:
+    """What has no header is no upload: nobody takes the round for one that was decided."""
+    stage = Stage(world=3, quorum=2, cells=(6,), **broken)
+    stage.start_all()
+    stage.run_to(3)
+    key = objects.upload_key(50, 1, "a" * 16, 1)
+    stage.world.objects[key] = Stored(SimpleNamespace(header=b"rubbish"), stage.world.now)
+    stage.run_to(8, within=100)
+    check(stage.members(7) == [0, 1, 2], stage, "not all are members")
+    check(not stage.oracle.stats["dropped"], stage, "work was dropped")
+    return stage
+
+
+def uploads_are_left_of_an_earlier_run(**broken: Any) -> Stage:
+    """All else was deleted: whoever begins anew names what is there, and trains not in vain."""
+    settings: Any = {"world": 3, "quorum": 2, "cells": (6,), **broken}
+    earlier, stage = Stage(**settings), Stage(**settings)
+    earlier.start_all()
+    earlier.run_to(6)
+    for key in earlier.keys("upload/00000005"):
+        stage.world.objects[key] = earlier.world.objects[key]
+    stage.start_all()
+    stage.run_for(3 * stage.setup.timeout_s)
+    named = [each for each in stage.oracle.errors if "manifest/00000000 is missing" in each]
+    check(bool(named) and "delete what is left" in named[0], stage, f"{stage.oracle.errors[:2]}")
+    return stage
 
 
 def _lose_committed(prefix: str, text: str, **broken: Any) -> Stage:
@@ -670,6 +700,8 @@ DIRECTED = {
         one_damaged_answer_for_one_process,
         mean_damaged_for_good,
         manifest_deleted,
+        rubbish_in_a_later_round,
+        uploads_are_left_of_an_earlier_run,
         call_fails_after_its_commit,
         late_work_is_carried,
         owners_die_before_their_means,

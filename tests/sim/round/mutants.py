@@ -249,7 +249,7 @@ def chain_without_makers(manifest: Manifest, outcomes: dict[str, Outcome]) -> st
 
 def examine_without_later(*args: Any) -> Any:  # R10
     look = _examine(*args)
-    look.has_later = False
+    look.later = []
     return look
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo
@@ -116,6 +117,26 @@ def replace_parameter(model: torch.nn.Module) -> None:
 
 def unfreeze(model: torch.nn.Module) -> None:
     model.cold.requires_grad_(True)
+
+
+def test_a_loop_is_made_and_closed_while_an_optimiser_steps() -> None:
+    """Threads do so at any time, and torch walks through its hooks meanwhile."""
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    DiLoCo(model, inner, sync_every=1).close()
+    made: list[int] = []
+
+    def hook(*_: Any) -> None:
+        with DiLoCo(model, inner, sync_every=1) as loop:
+            made.append(loop.round)
+
+    handles = [register_optimizer_step_post_hook(hook) for _ in range(2)]
+    try:
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert made == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Look:
     ended_at: dict[int, float] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)  # for the last round
     keys: set[str] = field(default_factory=set)
-    has_later: bool = False  # somebody has uploaded to a later round: this one is decided
+    later: list[str] = field(default_factory=list)  # uploads to later rounds
 
     @property
     def has_leaving(self) -> bool:
@@ -138,7 +138,7 @@ def examine(
             continue
         look.keys.add(key)
         if name.round > terms.round:
-            look.has_later = True
+            look.later.append(key)
         elif name.round == terms.round - 1 and name.rank not in members:
             look.late.add(name.rank)
         header = headers.get(key) if name.round <= terms.round else None
@@ -254,6 +254,22 @@ def find_fault(header: UploadHeader, terms: Terms) -> str:
     if not ranges.is_well_formed(header.claim) or not ranges.is_inside(header.claim, hold):
         return "it claims data that its rank does not hold"
     return ""
+
+
+def find_refusal(
+    manifest: Manifest,
+    header: UploadHeader | None,
+    uploads: Collection[str],
+    *,
+    is_empty_handed: bool,
+) -> str:
+    """Why the round was decided without these uploads, if that is for their replica's settings."""
+    reasons = [each.reason for each in manifest.refused if each.upload in uploads]
+    if header is None or not reasons:
+        return ""
+    data = "" if manifest.data is None else manifest.data.digest
+    has_other_data = header.data != data and not is_empty_handed
+    return reasons[-1] if has_other_data or header.layout != manifest.layout else ""
 
 
 def decide_manifest(
@@ -452,6 +468,16 @@ def check_cut(manifest: Manifest, sizes: Sequence[int]) -> Manifest:
             key = objects.manifest_key(manifest.round)
             raise DamagedObject(key, f"{size} values are not cut into {manifest.cells} cells")
     return manifest
+
+
+def describe_foreign(manifest: Manifest, name: str) -> str:
+    """Why a replica cannot go on with a stored mean or receipt."""
+    key = objects.manifest_key(manifest.round)
+    text = f"{manifest.key_of(name)} does not belong to {key}"
+    if manifest.plan == objects.DIRECT:
+        folder = objects.from_round("upload", manifest.round)
+        text += f", or an upload in {folder} is missing or damaged"
+    return text
 
 
 def cap_weights(weights: Mapping[int, float]) -> dict[int, float]:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from atoll.agent.stacks import request_all
-from atoll.core.errors import BackendError, BelowMinimumWorld
+from atoll.core.errors import BackendError, BelowMinimumWorld, ObjectTooLarge
 from atoll.diloco.data.ledger import Ledger, Terms
 from atoll.diloco.group import GroupLost, Processes, SingleProcess, portable
 from atoll.diloco.round import effects as fx
@@ -475,12 +475,12 @@ class RoundDriver:
         return Outcome(receipt.made_by, () if receipt.is_readable else (receipt.rank,))
 
     def _load_checkpoint(self, key: str) -> objects.Checkpoint | None:
-        body = self._get(key)
-        if body is None:
-            return None
         try:
+            body = self._get(key)
+            if body is None:
+                return None
             meta = objects.read_checkpoint(key, body)
-        except DamagedObject as problem:
+        except (DamagedObject, ObjectTooLarge) as problem:
             log.warning("%s", problem)
             return None
         if not all(self._gather(_Load(meta))):

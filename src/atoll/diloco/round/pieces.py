@@ -122,6 +122,7 @@ def _load_piece(
     try:
         header, first = _read_header(reader)
         adopt(header.layout)
+        _check_spans(header, fragments)
         blocks = _blocks(header)
         parts = [_find_part(block, fragments) for block in blocks]
         numbers = [number for number, part in enumerate(parts) if part.stop > part.start]
@@ -145,6 +146,15 @@ def _load_piece(
             cells.close()
     finally:
         reader.close()
+
+
+def _check_spans(header: PieceHeader, fragments: Sequence[Fragment]) -> None:
+    """Raises Damaged, before memory is taken, for a piece of other values than there are."""
+    sizes = [each.share.cut.size for each in fragments]
+    if not len(header.rows) == len(header.spans) == len(sizes) or not all(
+        0 <= start <= stop <= size for (start, stop), size in zip(header.spans, sizes, strict=True)
+    ):
+        raise Damaged("a piece has other values than the model")
 
 
 def _find_part(block: _Block, fragments: Sequence[Fragment]) -> slice:

@@ -86,6 +86,9 @@ class RoundMachine:
         self._is_established = False  # was a member beside others since it was opened
         self._draining: _Draining | None = None
         self._joins = 0
+        self._missed = (
+            ""  # a manifest that was not there though its round was over: it joined again
+        )
         self._opened = 0.0  # the store's time
         self._want, self._sums, self._next_s = 0, dict[str, str](), 0.0  # as last offered
         self._now = self._manifest_at = 0.0
@@ -159,7 +162,7 @@ class RoundMachine:
             return True
         if self._is_current:
             return False
-        return (yield from self._has_later_manifest(self.round - 1))
+        return bool((yield from self._find_later_manifest(self.round - 1)))
 
     def run(self, offer: fx.Offer | None) -> fx.Steps[fx.RoundResult]:
         """Take an offer through one round; None: go on with the one before."""
@@ -192,7 +195,9 @@ class RoundMachine:
                 raise _Behind("a join had failed")
             assert self.offer is not None, "there is nothing to continue from"
             manifest = yield from self._decide_round()
-            refusal = self._find_refusal(manifest) if manifest.refused else ""
+            refusal = decide.find_refusal(
+                manifest, self.header, self.uploads, is_empty_handed=self._is_empty_handed
+            )
             fate = yield from self._complete(manifest)
         except _Leave:
             if len(self.config.cells) == 1:  # else the other fragments are uploaded before it goes
@@ -369,7 +374,7 @@ class RoundMachine:
             return ""
         if checkpoints:
             return f"none of {len(checkpoints)} checkpoints is complete"
-        if (yield from self._has_later_manifest(-1)):
+        if (yield from self._find_later_manifest(-1)):
             raise fx.Stuck("checkpoint/ has no object, but rounds were committed: restore it")
         if self.config.rank:
             started = yield from self._sleep(0)
@@ -393,12 +398,14 @@ class RoundMachine:
         while True:
             manifest = yield from self._read_manifest(self.round)
             if manifest is None:
-                if not (yield from self._has_later_manifest(self.round)):
+                later = yield from self._find_later_manifest(self.round)
+                if not later:
                     return
                 # The two requests may have seen two moments.
                 manifest = yield from self._read_manifest(self.round)
                 if manifest is None:
-                    raise _Behind(f"the manifest of round {self.round} is no longer there")
+                    key = objects.manifest_key(self.round)
+                    raise _Behind(f"{key} is missing, but {later} is there")
             yield from self._complete(manifest, is_new=False)
 
     # -- Upload and manifest --------------------------------------------------------------------
@@ -434,11 +441,11 @@ class RoundMachine:
             decision = Decision(None, (), False)
             if manifest is None and (waited >= turn_s or is_timeout):
                 look = yield from self._look(headers)
-                if look.has_later:
+                if look.later:
                     manifest = yield from self._read_manifest(round)
-                    if manifest is None:
-                        raise _Behind(f"round {round} was decided, and its manifest is missing")
-                    return manifest
+                    if manifest is not None:
+                        return manifest
+                    yield from self._check_later(look, headers)
                 if look.unlike:
                     yield from self._check_unlike(look)
                 decision = self._decide(look, quorum_at, is_timeout=is_timeout)
@@ -554,18 +561,6 @@ class RoundMachine:
                 reason = decide.find_difference(header, self._terms)
                 raise decide.make_unlike(self.config.rank, rank, reason)
 
-    def _find_refusal(self, manifest: Manifest) -> str:
-        """Why the round was decided without this replica, if that is for its settings."""
-        header = self.header
-        if header is None:
-            return ""
-        data = "" if manifest.data is None else manifest.data.digest
-        is_unlike = header.layout != manifest.layout or (
-            header.data != data and not self._is_empty_handed
-        )
-        reasons = [each.reason for each in manifest.refused if each.upload in self.uploads]
-        return reasons[-1] if is_unlike and reasons else ""
-
     def _look(self, headers: dict[str, UploadHeader | None]) -> fx.Steps[Look]:
         """List the uploads and read the headers that are new."""
         listing = yield fx.List("upload/", objects.from_round("upload", self.round - 1))
@@ -579,6 +574,26 @@ class RoundMachine:
             bodies = yield fx.Headers(new)
             headers.update(decide.read_headers(bodies))
         return decide.examine(listing, headers, self._terms, self.last, self.config.launch)
+
+    def _check_later(self, look: Look, headers: dict[str, UploadHeader | None]) -> fx.Steps[None]:
+        """Whoever has uploaded to a later round had this one's manifest, which is not there.
+
+        It is folded where this replica slept: a join finds the state since. If it finds none, the
+        manifest was deleted. An upload without a readable header says nothing.
+        """
+        if new := tuple(key for key in look.later if key not in headers):
+            headers.update(decide.read_headers((yield fx.Headers(new))))
+        later = [each for each in look.later if headers[each]]
+        if not later:
+            return
+        key = objects.manifest_key(self.round)
+        if self._missed == key:
+            raise fx.Stuck(
+                f"{key} is missing, but {later[0]} was stored after it: restore it from a copy of "
+                "the store, or delete what is left of an earlier run under this run_id"
+            )
+        self._missed = key
+        raise _Behind(f"{later[0]} was stored after {key}, which is not there")
 
     def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
         config, last = self.config, self.last
@@ -657,7 +672,7 @@ class RoundMachine:
             new = tuple(name for name in due if name not in tried)
             if new:
                 tried.update(new)
-                if (yield from self._has_later_manifest(manifest.round)):
+                if (yield from self._find_later_manifest(manifest.round)):
                     yield from self._read_made(manifest, outcomes)
                 else:
                     yield from self._make_means(manifest, new, outcomes)
@@ -707,7 +722,7 @@ class RoundMachine:
         yield from self._apply(manifest, lacking, outcomes)
         lacking = tuple(name for name in lacking if name not in outcomes)
         if lacking:
-            if (yield from self._has_later_manifest(manifest.round)):
+            if (yield from self._find_later_manifest(manifest.round)):
                 raise _Behind(f"round {manifest.round} is over, and its uploads no longer exist")
             yield fx.MakeMeans(manifest, lacking, exclude_missing=True)
 
@@ -719,11 +734,7 @@ class RoundMachine:
         found = (yield fx.ApplyMeans(manifest, new)) if new else {}
         for name, outcome in found.items():
             if outcome == fx.FOREIGN:
-                text = f"the mean {name} of round {manifest.round} is not of this replica"
-                if manifest.plan == objects.DIRECT:
-                    folder = objects.from_round("upload", manifest.round)
-                    text += f", or an upload in {folder} is missing or damaged"
-                raise _Behind(text)
+                raise _Behind(decide.describe_foreign(manifest, name))
             if outcome is not None:
                 outcomes[name] = outcome
         return all(name in outcomes for name in names)
@@ -880,7 +891,7 @@ class RoundMachine:
                 "checkpoint"
             ) from problem
 
-    def _has_later_manifest(self, round: int) -> fx.Steps[bool]:
-        """Whether there is one of a round after this one. Other files there are no matter."""
+    def _find_later_manifest(self, round: int) -> fx.Steps[str]:
+        """The first of a round after this one, or nothing. Other files there are no matter."""
         listing = yield fx.List("manifest/", objects.manifest_key(round) if round >= 0 else "")
-        return any(objects.parse_round(key) is not None for key, _ in listing)
+        return next((key for key, _ in listing if objects.parse_round(key) is not None), "")

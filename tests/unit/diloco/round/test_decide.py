@@ -105,9 +105,9 @@ def test_of_two_uploads_of_a_rank_the_newest_counts() -> None:
 def test_uploads_to_a_later_round_and_marks_are_seen() -> None:
     mark = objects.ended_key("launch", 2, "failed")
     seen = look(header(0), more=(key(1, round=4), mark, objects.ended_key("other", 3, "done")))
-    assert seen.has_later
+    assert seen.later == [key(1, round=4)]
     assert seen.ended == {2: "failed"}
-    assert not look(header(0), more=(key(1, round=2), "upload/²/x")).has_later
+    assert not look(header(0), more=(key(1, round=2), "upload/²/x")).later
 
 
 def test_a_weight_far_beyond_the_others_is_capped() -> None:

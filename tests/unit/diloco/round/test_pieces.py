@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import uuid
+import zlib
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.codecs import get_codec
 from atoll.diloco.packing import TensorSpec, Vector
+from atoll.diloco.round import pieces
 from atoll.diloco.round.cells import Cut, RunLayout, Share
 from atoll.diloco.round.objects import Checkpoint, piece_key
 from atoll.diloco.round.pieces import check_same, load_pieces, save_piece
@@ -102,6 +106,25 @@ def test_damage_anywhere_is_found() -> None:
         store.put(key, good[:at])
         assert not _loads(store, meta), at
     store.delete([key])
+    assert not _loads(store, meta)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"spans": ((0, 1 << 62),) * 3}, {"spans": ((5, 1),) * 3}, {"rows": ()}, {"spans": ()}],
+    ids=str,
+)
+def test_a_piece_of_other_values_is_refused_before_memory_is_taken(changes: Any) -> None:
+    """Whoever may write to the bucket can give it a good checksum."""
+    store = ObjectStore.open(f"memory:///{uuid.uuid4()}")
+    meta = save(store)
+    key = f"run/{piece_key(4, NONCE, 0)}"
+    good = bytes(store.get(key))
+    magic, length, _ = pieces._HEAD.unpack(good[: pieces._HEAD.size])
+    header = pieces._HEADER.decode(good[pieces._HEAD.size :][:length])
+    body = msgspec.json.encode(msgspec.structs.replace(header, **changes))
+    head = pieces._HEAD.pack(magic, len(body), zlib.crc32(body)) + body
+    store.put(key, head + good[pieces._HEAD.size + length :])
     assert not _loads(store, meta)
 
 
