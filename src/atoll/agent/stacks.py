@@ -37,7 +37,6 @@ MAX_THREADS, MAX_FRAMES, MAX_CODE = 64, 64, 120
 DUMP_S = 1.0  # a dump takes a millisecond of CPU; a starved machine needs its turn for that
 PY_SPY_S = 5.0  # it reads symbols first: 0.1 to 1 s on a quiet machine
 STARTING_S = 5.0  # a Python comes to the hook within 20 ms, and a starved machine takes longer
-STABLE_S = 0.03  # without growth, after which a dump is complete
 
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -162,19 +161,21 @@ def _by_signal(pid: int, *, is_stopped: bool) -> Any:
         return [], "it has closed the file of its dump"
     with open(memory, "rb") as file:
         file.seek(0, os.SEEK_END)  # what others had dumped
+        before = _blocking(pid)
         try:
             os.kill(pid, SIGNAL)
             if is_stopped:
                 os.kill(pid, signal.SIGCONT)
         except OSError:
             return [], "it has ended"
-        text, grown_at, deadline = b"", time.monotonic(), time.monotonic() + DUMP_S
+        text, deadline = b"", time.monotonic() + DUMP_S
         while time.monotonic() < deadline:
             time.sleep(0.005)
             more = file.read()
-            now = time.monotonic()
-            text, grown_at = text + more, now if more else grown_at
-            if text.endswith(b"\n") and now - grown_at > STABLE_S:
+            text += more
+            # The thread that dumps blocks the signal until its handler returns.
+            if text and not more and not _blocking(pid) - before:
+                text += file.read()
                 break
     if not text:
         return [], f"it did not dump its stacks within {DUMP_S:g} s"
@@ -182,9 +183,21 @@ def _by_signal(pid: int, *, is_stopped: bool) -> Any:
 
 
 def _catches(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+    return _has_signal(f"/proc/{pid}/status", "SigCgt:")
+
+
+def _blocking(pid: int) -> set[str]:
+    """The threads that block the signal."""
+    with contextlib.suppress(OSError):
+        folder = f"/proc/{pid}/task"
+        return {t for t in os.listdir(folder) if _has_signal(f"{folder}/{t}/status", "SigBlk:")}
+    return set()
+
+
+def _has_signal(path: str, field: str) -> bool:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.startswith("SigCgt:"):
+            if line.startswith(field):
                 return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
     return False
 
