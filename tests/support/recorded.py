@@ -32,6 +32,7 @@ class ProcessBackend(RecordedBackend):
         super().__init__(clock=clock)
         self.root = root
         self.started: list[AttemptKey] = []
+        self.stopped: list[AttemptKey] = []
         self.processes: dict[AttemptKey, subprocess.Popen[bytes]] = {}
         self.is_silent = False
         self.questions = 0
@@ -75,6 +76,7 @@ class ProcessBackend(RecordedBackend):
         return {**jobs, **self.words}
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
+        self.stopped += attempts
         for key in attempts:
             if process := self.processes.get(key):
                 process.send_signal(signal.SIGCONT)

@@ -223,9 +223,14 @@ class RecordedBackend(Executor):
                 # An attempt that had left no record when the state was written: it stops, too.
                 at = (facts.desired or {})["at"]
                 await self._put_desired(training, facts, desired, view.newest, at)
-            for followup in view.observation.followups:
+            followups = view.observation.followups
+            # Their ends are written first, by an observation: else they look like somebody's doing.
+            unwritten = {(f.rank, f.attempt) for f in followups if isinstance(f, WriteExit)}
+            for followup in followups:
                 if isinstance(followup, StopJobs):
-                    await self._stop(training, followup.attempts)
+                    stops = [key for key in followup.attempts if key not in unwritten]
+                    if stops:
+                        await self._stop(training, stops)
             await self._start(training, view.due)
 
     async def observe(self, training: Training) -> Observation:

@@ -356,6 +356,30 @@ def test_a_wrapper_that_is_killed_or_frozen_is_told_of(
     staged(body)
 
 
+def test_a_silent_wrapper_is_not_ended_before_its_end_is_written(
+    staged: Callable[[Body], None],
+) -> None:
+    """Else its backend says that somebody deleted it."""
+
+    async def body(stage: Stage) -> None:
+        desired = DesiredState(version=1, size=3)
+        await stage.backend.apply(stage.training, desired)
+        await stage.running(3, desired)
+        reader = stage.backend._readers[stage.training.uid]
+        os.kill(stage.backend.processes[1, 0].pid, signal.SIGSTOP)
+        while reader.heartbeat_age_s(1, 0) < stage.backend.timing.heartbeat_timeout_s:
+            await stage.backend.apply(stage.training, desired)
+            await asyncio.sleep(0.05)
+        await stage.backend.apply(stage.training, desired)
+        assert stage.backend.stopped == []
+        observation = await stage.until(lambda s: s.ranks[1].state == "exited")
+        assert observation.ranks[1].exit is not None
+        assert observation.ranks[1].exit.reason == "SupervisorLost"
+        assert (1, 0) in stage.backend.stopped
+
+    staged(body)
+
+
 def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
     staged: Callable[[Body], None],
 ) -> None:
