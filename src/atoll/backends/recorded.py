@@ -209,6 +209,10 @@ class RecordedBackend(Executor):
                 if self.is_shared:
                     await self._put_bytes(training, TRAINING, encode(_by_digest(training)))
                 await self._put(training, LAUNCH, self.launch(training))
+            if self.is_shared and before is not None and desired.version > before["version"]:
+                # Wrappers act on what is written: one that does not reach the backend is refused
+                # before, and as a whole.
+                await self.list_jobs(training)
             if self.is_shared and desired.size == 0 and training.status.failing:
                 cause = encode([training.status.failing, training.status.failing_message])
                 await self._put_bytes(training, CAUSE, cause)

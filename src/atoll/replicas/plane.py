@@ -162,14 +162,14 @@ class ScriptPlane:
         async with gang.cancelling:
             if gang.is_over:
                 return
-            deadline = gang.grace_ends
             gang.fault = None
             before = await self.store.get(gang.training.key)
             spec = replace(before.spec, cancel=True)
             await self.store.update_spec(replace(before, spec=spec))
             since = time.perf_counter()
             try:
-                await self.wait([gang], lambda: gang.is_over or gang.is_passed(since), deadline)
+                # However slow the backend is: until it has answered, nothing is accepted.
+                await self.wait([gang], lambda: gang.is_over or gang.is_passed(since), None)
                 error = gang.error
                 if error is not None and not gang.is_over:
                     if not isinstance(error, Conflict | NotFound):
@@ -177,7 +177,7 @@ class ScriptPlane:
             except AtollError:
                 await self._withdraw_cancel(gang, before)
                 raise
-            await self.wait([gang], lambda: gang.is_over, deadline)
+            await self.wait([gang], lambda: gang.is_over, gang.grace_ends)
 
     async def _withdraw_cancel(self, gang: Gang, before: Training) -> None:
         """Want the gang as `before` again. What the backend did after all is observed as usual."""

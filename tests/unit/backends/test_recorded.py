@@ -338,6 +338,23 @@ def test_exits_are_told_while_the_backend_does_not_answer(staged: Callable[[Body
     staged(body)
 
 
+def test_a_launch_that_cannot_be_stopped_for_now_runs_on(staged: Callable[[Body], None]) -> None:
+    """Its wrappers would carry out what its script was told to be refused."""
+
+    async def body(stage: Stage) -> None:
+        stage.backend.is_shared = True
+        desired = DesiredState(version=1, size=3)
+        await stage.backend.apply(stage.training, desired)
+        await stage.running(3)
+        stage.backend.is_silent = True
+        with pytest.raises(Temporary, match="it does not answer"):
+            await stage.backend.apply(stage.training, DesiredState(version=2, size=0))
+        stage.backend.is_silent = False
+        assert (await stage.observe_gang()).desired == desired
+
+    staged(body)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_wrapper_that_is_killed_or_frozen_is_told_of(
     staged: Callable[[Body], None], number: int

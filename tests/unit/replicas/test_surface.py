@@ -312,6 +312,26 @@ def test_a_refused_cancel_raises_and_is_over(error: Exception, is_shared: bool) 
         assert report["error"].startswith("cancelled: it exited with code 143")
 
 
+def test_a_cancel_waits_for_a_backend_that_is_slow_to_refuse_it() -> None:
+    answers = threading.Event()
+
+    class Slow(SharedFake):
+        async def observe(self, training: Training) -> Observation:
+            if training.spec.cancel:
+                await asyncio.to_thread(answers.wait)
+                raise Temporary("away")
+            return await super().observe(training)
+
+    with Library(Slow()) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handle) == "running")
+        late = threading.Timer(library._stop_grace_s + plane.AFTER_GRACE_S + 1.0, answers.set)
+        late.start()
+        with pytest.raises(Temporary, match="away"):
+            library.cancel(handle)
+        assert library.poll(handle) == "running"
+
+
 def look_again(library: Library, fake: FakeExecutor) -> None:
     """The controller looks at all trainings once more."""
     asked = fake.questions

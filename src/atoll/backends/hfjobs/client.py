@@ -5,6 +5,7 @@ The client blocks, so each request is in a thread. Its errors are atoll's from h
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from typing import Any
@@ -17,6 +18,7 @@ from atoll.backends.service import ServiceClient, one_line
 from atoll.core.errors import Denied, NotFound, Permanent, Temporary
 
 CREDENTIALS = "Hugging Face needs a token: 'hf auth login' writes one, or set HF_TOKEN"
+LIST_S = 10.0  # the client asks again for half a minute, while ends of ranks wait in the records
 TAIL = 5  # lines of a job that ended before it ran anything of ours
 REFUSED = (400, 409, 413, 422)  # what the Hub will answer again; 402 is a bill, which may be paid
 
@@ -70,7 +72,11 @@ class Jobs(ServiceClient):
         def list_jobs() -> list[Any]:
             return list(self._api.list_jobs(labels=labels, namespace=namespace))
 
-        return await self.ask_thread(list_jobs)
+        async def answer() -> list[Any]:
+            async with asyncio.timeout(LIST_S):
+                return await asyncio.to_thread(list_jobs)
+
+        return await self.ask("list_jobs", answer)
 
     async def inspect(self, job_id: str) -> Any:
         return await self.ask_thread(

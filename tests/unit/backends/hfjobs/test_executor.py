@@ -166,6 +166,16 @@ def test_a_service_that_fails_is_named(
         run(Jobs("tester", 1).start({"image": "i", "command": ["x"], "secrets": []}))
 
 
+def test_a_listing_does_not_wait_for_all_that_the_client_tries(
+    stand_in: HFJobsStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.backends.hfjobs.client.LIST_S", 0.1)
+    stand_in.is_away = True
+    with pytest.raises(Temporary, match="list_jobs: TimeoutError"):
+        run(Jobs("tester", 1).find({}))
+    stand_in.is_away = False
+
+
 def test_without_a_token_it_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
