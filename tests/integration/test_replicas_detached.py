@@ -234,7 +234,9 @@ def test_functions_and_concurrent_scripts(tmp_path: Path, state: Path) -> None:
     third.close()
 
 
-@pytest.mark.parametrize("options", [{"detach": "yes"}, {"state_dir": "a\0b"}, {"allow_pickle": 1}])
+@pytest.mark.parametrize(
+    "options", [{"detach": "yes"}, {"state_dir": "a\0b"}, {"state_dir": 5}, {"allow_pickle": 1}]
+)
 def test_bad_options_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         LocalProcessExecutor(**options)
@@ -265,3 +267,8 @@ def test_the_supervisor_of_detached_replicas_is_not_the_launchers(tmp_path: Path
     for executor in executors:
         reports = executor.collect(handles, timeout=60)
         assert {report["status"] for report in reports} == {"failed"}
+
+
+def test_the_directory_may_be_in_the_home_directory() -> None:
+    executor = LocalProcessExecutor(state_dir="~/launches")
+    assert executor.state_dir == Path.home() / "launches"

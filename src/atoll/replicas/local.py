@@ -71,8 +71,10 @@ class LocalProcessExecutor(ReplicaSurface):
         self._take(allow_pickle=allow_pickle, rendezvous_backend=rendezvous_backend)
         if not isinstance(detach, bool):
             raise ValidationError("detach", detach, "expected True or False")
-        if state_dir is not None and not is_text(os.fspath(state_dir)):
-            raise ValidationError("state_dir", state_dir, "expected a path")
+        if state_dir is not None:
+            if not isinstance(state_dir, str | os.PathLike) or not is_text(os.fspath(state_dir)):
+                raise ValidationError("state_dir", state_dir, "expected a path")
+            state_dir = os.path.expanduser(state_dir)
         self.detach = detach
         self._ends_with_script = not detach
         self.state_dir = Path(state_dir or default_state_dir() / "replicas").absolute()
