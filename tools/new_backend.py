@@ -280,17 +280,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("name", help="the kind in atoll.toml, such as runpod: letters and digits")
     parser.add_argument("--cls", help="how its classes begin, such as RunPod")
     parser.add_argument("--label", help="what people call it, such as 'RunPod'")
-    parser.add_argument("--package", help="its client library, as it is imported")
+    parser.add_argument("--package", help="its client library, as it is imported; '' for a command")
     options = parser.parse_args(arguments)
     name = options.name
     if not re.fullmatch(r"[a-z][a-z0-9]{1,30}", name):
         parser.error(f"{name!r}: expected lower-case letters and digits")
     cls = options.cls or name.capitalize()
     label = options.label or cls
+    package = name if options.package is None else options.package
     if len(label) > MAX_LABEL:
         parser.error(f"{label!r}: expected at most {MAX_LABEL} characters, for lines of 100")
     try:
-        paths = write(ROOT, name, cls, label, options.package or name)
+        paths = write(ROOT, name, cls, label, package)
     except (FileExistsError, ValueError) as error:
         parser.error(str(error))
     sys.stdout.write("".join(f"{path}\n" for path in paths))

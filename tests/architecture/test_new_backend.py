@@ -29,7 +29,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, root / folder, ignore=ignored, symlinks=True)
     shutil.copy(ROOT / "pyproject.toml", root)
-    words = [NAME, "--cls", "Acme", "--label", LABEL]
+    words = [NAME, "--cls", "Acme", "--label", LABEL, "--package", ""]
     done = run(root, "-m", "tools.new_backend", *words)
     assert done.returncode == 0, done.stderr
     return root
@@ -61,9 +61,11 @@ def test_what_is_written_passes(copy: Path, words: list[str]) -> None:
 def test_the_kind_the_class_and_the_extra_are_known(copy: Path) -> None:
     code = (
         "import atoll; from atoll.core.executors import EXTRAS, load; "
-        f"print(load({NAME!r}).name, atoll.AcmeExecutor.backend_name, EXTRAS[{NAME!r}])"
+        f"print(load({NAME!r}).name, atoll.AcmeExecutor.backend_name, EXTRAS[{NAME!r}]); "
+        "atoll.AcmeExecutor('train:1', store='s3://bucket/runs')"
     )
-    assert run(copy, "-c", code).stdout.split() == [NAME] * 3
+    done = run(copy, "-c", code)
+    assert (done.returncode, done.stdout.split()) == (0, [NAME] * 3), done.stderr
 
 
 def test_what_is_there_is_not_written_over(copy: Path) -> None:
