@@ -74,8 +74,8 @@ class StoreReplicas(RecordedReplicas):
         if "rendezvous_backend" in options:
             expected = "expected none: replicas of services meet in the store alone"
             raise ValidationError("rendezvous_backend", options["rendezvous_backend"], expected)
-        super().__init__(image, store=store and store.rstrip("/"), **options)
+        super().__init__(image, store=store, **options)
         # The image may be an object of a client, which no table can hold.
-        self._options = replace(self._options, image=image)
+        self._options = replace(self._options, image=image, store=store and store.rstrip("/"))
         self.store = self._options.store
         self._address = {field: getattr(self._options, field) for field in self._found_by}

@@ -194,6 +194,11 @@ def test_a_bucket_of_hugging_face_is_refused_as_the_store() -> None:
         )
 
 
+def test_a_store_that_is_no_text_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="^store: 5 is not valid"):
+        HFJobsExecutor(IMAGE, store=5)  # type: ignore[arg-type]
+
+
 def test_a_handle_is_json(stand_in: HFJobsStandIn, s3: S3Server) -> None:
     with make(s3) as executor:
         (handle,) = executor.launch_replicas(1, add, {"a": 0, "b": 0}, timeout=300)
