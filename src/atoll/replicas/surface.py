@@ -39,7 +39,7 @@ from atoll.core.checks import (
 from atoll.core.describe import describe_exit
 from atoll.core.errors import BackendError, NotFound, ValidationError
 from atoll.core.phase import TERMINAL, Phase, PhaseReason
-from atoll.core.ports import Executor
+from atoll.core.ports import Executor, describe_unsupported, unsupported_fields
 from atoll.core.spec import (
     MAX_GPUS,
     MAX_WORLD,
@@ -183,13 +183,17 @@ class ReplicaSurface:
         for plane in self._planes.values():
             plane.check_open()
         training = self._new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
-        spec = replace(training.spec, executor=self._plane.executor.name)
+        executor = self._plane.executor
+        spec = replace(training.spec, executor=executor.name)
         training = replace(training, namespace=self._namespace, spec=spec)
-        self._plane.call(self._plane.executor.dry_run(spec, self._namespace))
+        self._plane.call(executor.dry_run(spec, self._namespace))
+        ignored = unsupported_fields(spec, executor.SUPPORTS, executor.options)
+        if note := describe_unsupported(executor.name, ignored):
+            log.warning("%s", note)
         gang = self._plane.launch(training)
         self._gangs_by_name[self._job_name(training)] = gang
         self._note_launch(training)
-        return self._handles(training, self._plane.executor)
+        return self._handles(training, executor)
 
     def _new_training(
         self,

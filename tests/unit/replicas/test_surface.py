@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from atoll.core import plan
 from atoll.core.errors import Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.phase import ExitReason
-from atoll.core.ports import Executor, Key, StopCause
+from atoll.core.ports import Executor, Key, StopCause, ignore
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     DesiredState,
@@ -175,6 +175,17 @@ def test_collect_takes_any_iterable_and_refuses_what_is_none() -> None:
         for bad in (handle, None, "replicas-1", {"handle": handle}):
             with pytest.raises(ValidationError, match="handles: .* expected a list of handles"):
                 library.collect(bad)  # type: ignore[arg-type]
+
+
+def test_what_a_backend_ignores_is_said_at_the_launch(caplog: pytest.LogCaptureFixture) -> None:
+    class WithoutGpus(FakeExecutor):
+        SUPPORTS = (ignore("gpu_count", "it has none"),)
+
+    with Library(WithoutGpus()) as library:
+        library.launch_replicas(1, "os")
+        assert caplog.messages == []
+        library.launch_replicas(1, "os", gpu=2)
+    assert caplog.messages == ["fake does not support gpu_count 2: it has none"]
 
 
 @pytest.mark.parametrize("gpu", [0, True, 1.5, "", ":2", "A100:", "A100:x", "A100:0", "A100:9999"])
