@@ -22,7 +22,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmBackend]:
     (folder / "scratch").mkdir()
     with slurm_cluster(folder / "cluster") as cluster:
         path = f"{put_squeue(cluster)}:{os.environ['PATH']}"
-        options = {"folder": f"{cluster.dir}/trainings", "heartbeat_timeout_s": 4.0}
+        options = {"folder": f"{cluster.dir}/trainings", "heartbeat_timeout_s": 10.0}
         executor = json.dumps(["slurm", options])
         env = {"SLURM_CONF": str(cluster.conf), "PATH": path, "ATOLL_TEST_EXECUTOR": executor}
         with serving(folder / "state", env=env) as plane:

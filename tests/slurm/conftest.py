@@ -39,7 +39,7 @@ class Lab:
     def __init__(self, cluster: SlurmCluster, folder: Path, **options: Any) -> None:
         self.cluster = cluster
         self.folder = folder
-        given = {"conf": str(cluster.conf), "heartbeat_timeout_s": 4.0, **options}
+        given = {"conf": str(cluster.conf), "heartbeat_timeout_s": 10.0, **options}
         self.executor = SlurmBackend(SlurmOptions(**given), folder / "trainings")
         self.store = MemoryStore()
         self.uids = 0

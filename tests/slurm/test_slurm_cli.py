@@ -25,7 +25,7 @@ class Shell:
         self.toml.parent.mkdir(parents=True)
         self.toml.write_text(
             f'[executors.lab]\nkind = "slurm"\nfolder = "{folder}/shared"\n'
-            f'conf = "{cluster.conf}"\nheartbeat_timeout_s = 4.0\n'
+            f'conf = "{cluster.conf}"\nheartbeat_timeout_s = 10.0\n'
             'prologue = ["export LOADED=yes"]\n'
         )
         self.env = {**os.environ, "ATOLL_STATE_DIR": str(folder / "state"), "HOME": str(folder)}

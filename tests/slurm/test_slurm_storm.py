@@ -176,7 +176,7 @@ def test_a_storm_of_kills(is_tuned: bool, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with slurm_cluster(tmp_path / "cluster", is_tuned=is_tuned) as cluster:
-        options = {"folder": f"{cluster.dir}/trainings", "heartbeat_timeout_s": 4.0}
+        options = {"folder": f"{cluster.dir}/trainings", "heartbeat_timeout_s": 10.0}
         env = {
             "SLURM_CONF": str(cluster.conf),
             "ATOLL_TEST_EXECUTOR": json.dumps(["slurm", options]),

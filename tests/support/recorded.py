@@ -25,7 +25,7 @@ from atoll.core.status import Training
 class ProcessBackend(RecordedBackend):
     name = "processes"
     timing = Timing(
-        observe_s=0.05, settle_s=0.5, heartbeat_timeout_s=2.0, cause_wait_s=0.3, stop_wait_s=1.0
+        observe_s=0.05, settle_s=0.5, heartbeat_timeout_s=10.0, cause_wait_s=0.3, stop_wait_s=1.0
     )
 
     def __init__(self, root: Path, clock: Callable[[], float] | None = None) -> None:

@@ -392,12 +392,13 @@ def wrapper_command(training: Training, key: AttemptKey, options: StoreOptions) 
 
 
 def timing_of(poll_s: float) -> Timing:
-    """A heartbeat comes with every fifth poll; a wrapper that misses three of them is lost. One
-    that stops its rank has the time to take its stacks and to store them."""
+    """A heartbeat comes with every fifth poll; a wrapper that misses three of them is lost, but not
+    sooner than in a folder: a host with too much to do is none that is gone. A wrapper that stops
+    its rank has the time to take its stacks and to store them."""
     return Timing(
         observe_s=poll_s,
         settle_s=0.5 + 2 * poll_s,
-        heartbeat_timeout_s=1.0 + 17 * poll_s,
+        heartbeat_timeout_s=max(1.0 + 17 * poll_s, Timing().heartbeat_timeout_s),
         cause_wait_s=0.5 + 2 * poll_s,
         stop_wait_s=STACKS_S + CLOSE_S + 4 * poll_s,
     )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,13 +168,18 @@ def test_a_service_that_fails_is_named(
 
 
 def test_a_listing_does_not_wait_for_all_that_the_client_tries(
-    stand_in: HFJobsStandIn, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    jobs, has_given_up = Jobs("tester", 1), threading.Event()
     monkeypatch.setattr("atoll.backends.hfjobs.client.LIST_S", 0.1)
-    stand_in.is_away = True
-    with pytest.raises(Temporary, match="list_jobs: TimeoutError"):
-        run(Jobs("tester", 1).find({}))
-    stand_in.is_away = False
+    monkeypatch.setattr(jobs._api, "list_jobs", lambda **_: has_given_up.wait(60))
+
+    async def find() -> None:
+        with pytest.raises(Temporary, match="list_jobs: TimeoutError"):
+            await jobs.find({})
+        has_given_up.set()
+
+    run(find())
 
 
 def test_without_a_token_it_says_what_to_do(
