@@ -199,6 +199,30 @@ def test_the_last_batches_of_an_accumulation_are_stepped(accumulation: int) -> N
     assert diloco.steps == -(-13 // accumulation)
 
 
+@pytest.mark.parametrize(
+    ("length", "accumulation", "options"),
+    [
+        (4, 3, {"sync_every": 1}),  # the step of the tail ends a period
+        (5, 1, {"sync_every": 4, "overlap_steps": 3}),  # the last round is on its way
+    ],
+    ids=str,
+)
+def test_the_round_that_uses_up_the_data_is_the_last_one(
+    length: int, accumulation: int, options: dict[str, Any]
+) -> None:
+    """Whoever has nothing left ends with it, so nobody may go on."""
+    model, inner, diloco = outer(f"memory:///{uuid.uuid4()}", 0, 1, **options)
+    with diloco:
+        for number, batch in enumerate(diloco.data(length, batch=1), start=1):
+            step(model, inner, batch, 0)
+            if number % accumulation == 0:
+                inner.step()
+                inner.zero_grad()
+        report = diloco.data_report()
+        assert report.used == length
+        assert report.rounds[-1].round == diloco.round - 1
+
+
 def test_a_sampler_without_a_loader_is_told_what_was_trained_on() -> None:
     model, inner, diloco = outer(None, 0, 1)
     with diloco:

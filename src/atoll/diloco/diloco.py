@@ -755,6 +755,10 @@ class DiLoCo:
         count = len(self.fragments)
         return make_data_report(self._state.ledger, manifests, count, self._lease, self._sampler)
 
+    def receive(self) -> None:
+        """Wait for the round that is on its way, if there is one."""
+        self._receive()
+
     def step_tail(self) -> None:
         """A step of the optimisers with the gradients of batches that no step came after."""
         for optimizer in self._optimizers:

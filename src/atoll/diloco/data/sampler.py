@@ -37,6 +37,9 @@ class DataHost(Protocol):
     def end_period(self) -> None:
         """A round at once, with what was trained so far."""
 
+    def receive(self) -> None:
+        """Wait for the round that is on its way, if there is one."""
+
     def step_tail(self) -> None:
         """A step of the optimisers with the gradients of batches that no step came after."""
 
@@ -281,10 +284,14 @@ class DataSampler:
                     self.left,
                 )
                 return False
+            seq = self._lease.ledger.seq
             if idle and steps_tail and self._in_loop:
                 self._host.step_tail()
-            idle += 1
-            self._host.end_period()
+            # Others end with the round that uses up the data: one more would be without them.
+            self._host.receive()
+            if self._lease.ledger.seq == seq:
+                idle += 1
+                self._host.end_period()
         return False
 
     def _first_unused(self) -> int:
