@@ -38,6 +38,9 @@ RETRY_S = 5.0  # for a file server that shows a new file late
 AGAIN_S = 0.2
 # Requests under way at a time: enough to hide the latency of a bucket, few for its rate limits.
 READS_AT_ONCE = 16
+# What a look may take before wrappers, too, are taken to be cut off from the store; a thousand
+# records take a second.
+LOOK_S = 3.0
 _NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{HEARTBEAT}|{ASK})")
 
 _STACKS = re.compile(rf"(\d+)\.(\d+)\.{STACKS}")
@@ -74,9 +77,13 @@ class RecordReader:
         self._read: set[str] = set()
         self._names: dict[str, tuple[AttemptKey, str]] = {}  # as parsed: there are thousands
         self._changes: dict[AttemptKey, _Change] = {}
+        self._looking_since: float | None = None
+        self._blind_s = 0.0  # for so long the store has not answered, in all: no wrapper is silent
 
     def fetch(self) -> _Batch:
-        """Read what is new. A thread may do that: it changes nothing here."""
+        """Read what is new. A thread may do that: it changes nothing here but when it began."""
+        if self._looking_since is None:
+            self._looking_since = self._clock()
         desired = read(self.record_store, DESIRED)
         if desired is None:
             return _Batch(None, {}, {})
@@ -102,6 +109,9 @@ class RecordReader:
 
     def take(self, batch: _Batch) -> None:
         """Take in what was fetched. Without a desired state there are no facts: all are gone."""
+        began, self._looking_since = self._looking_since, None
+        if began is not None:
+            self._blind_s += max(self._clock() - began - LOOK_S, 0.0)
         if batch.desired is None:
             self.facts, self.memory = Facts(), {}
             self._read, self._changes = set(), {}
@@ -110,7 +120,7 @@ class RecordReader:
             self.facts.add(record)
             self._read.add(name)
         self.asking = batch.asking
-        now = self._clock()
+        now = self._now()
         for key, own in batch.stamps.items():
             last = self._changes.get(key)
             if last is None or last.stamps != own:
@@ -123,7 +133,7 @@ class RecordReader:
 
     def ages(self, ended_s: Mapping[AttemptKey, float]) -> Ages:
         """Return how long nothing has changed, as of the last refresh."""
-        now, changes = self._clock(), self._changes
+        now, changes = self._now(), self._changes
         return Ages(
             {key: now - change.since for key, change in changes.items()},
             ended_s,
@@ -136,7 +146,7 @@ class RecordReader:
 
     def heartbeat_age_s(self, rank: int, attempt: int) -> float:
         change = self._changes.get((rank, attempt))
-        return 0.0 if change is None else self._clock() - change.since
+        return 0.0 if change is None else self._now() - change.since
 
     def exit_of(self, key: AttemptKey) -> Json | None:
         """Return the record of an end, as of the last refresh."""
@@ -152,6 +162,10 @@ class RecordReader:
         """Return whether the attempt was claimed, as of the last refresh."""
         one = self.facts.attempt(*key)
         return one is not None and one.claim is not None
+
+    def _now(self) -> float:
+        """The time, of which only what the store answered in counts."""
+        return self._clock() - self._blind_s
 
     def _fetch(self, missing: Sequence[str]) -> dict[str, Json]:
         if len(missing) > READS_AT_ONCE:
