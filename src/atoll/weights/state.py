@@ -492,7 +492,9 @@ def read_safetensors(data: Buffer) -> dict[str, TensorValue]:
 
 
 def load_files(files: Mapping[str, Buffer], run: Run) -> Tensors:
-    """The version that the files of a full copy hold."""
+    """The version that the files of a full copy hold. Raises Damaged."""
+    if odd := [name for name in files if "/" in name or name.startswith(".")]:
+        raise Damaged(f"a full copy with the file {odd[0]!r}: expected plain names")
     tensors: dict[str, TensorValue] = {}
     extra: dict[str, bytes] = {}
     for name, body in files.items():

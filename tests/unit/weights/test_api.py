@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from atoll.core.errors import Permanent, ValidationError
 from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
 from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
-from atoll.weights.state import Tensors, TensorsChange
+from atoll.weights.state import Tensors, TensorsChange, Threads, load_files
 from tests.support.stores import FaultyStore
 
 
@@ -341,6 +341,12 @@ def test_a_folder_that_does_not_fit_on_the_disk_leaves_nothing_there(tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [each.name for each in out.iterdir()] == [".atoll-weights"]
     assert load_file(f"{follower.write(out)}/model.safetensors").keys() == weights(1).keys()
+
+
+@pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", ".atoll-state"])
+def test_a_file_of_a_full_copy_stays_in_the_folder_that_is_written(name: str) -> None:
+    with pytest.raises(Damaged, match="plain names"):
+        load_files({name: b"{}"}, Threads(1).run)
 
 
 def test_a_folder_of_before_a_loss_of_power_is_written_again(
