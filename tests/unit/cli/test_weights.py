@@ -49,6 +49,18 @@ def test_the_list_has_versions_and_followers(tmp_path: Path) -> None:
     assert "rollout-7." in text
 
 
+def test_a_follower_on_its_way_in_serves_no_version(tmp_path: Path) -> None:
+    publish(tmp_path, 3)
+    lease = tmp_path / "lease" / "rollout-8.0123" / "0000000002.joining"
+    lease.parent.mkdir(parents=True)
+    lease.touch()
+    done = CliRunner().invoke(app, ["weights", str(tmp_path), "--json"])
+    (row,) = json.loads(done.output)["followers"]
+    assert (row["name"], row["number"], row["behind"]) == ("rollout-8.0123", 0, 3)
+    assert row["lagS"] is None
+    assert "joining" in CliRunner().invoke(app, ["weights", str(tmp_path)]).output
+
+
 def test_a_channel_without_versions_says_so(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["weights", str(tmp_path)])
     assert done.exit_code == 0
