@@ -184,6 +184,8 @@ def test_axe_has_nothing_against_any_page_in_either_theme(
         "/": "table.list a.name",
         f"/t/axe-{width}": ".chart canvas",
         f"/t/axe-runs-{width}": ".lanes .lane",
+        f"/t/axe-{width}/r/1": ".side pre",  # the rank that failed first
+        "/t/no-such-training": "text=There is no such training.",
         f"/compare?t=axe-{width}&t=axe-runs-{width}": ".holder canvas",
     }
     for path, wanted in pages.items():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from atoll.core.clock import STEP_S, Now
-from atoll.core.describe import describe_status, events_between
+from atoll.core.describe import describe_ranks, describe_status, events_between
 from atoll.core.errors import UDTerminalState
 from atoll.core.mesh import MeshState
 from atoll.core.phase import ConditionType, Phase, PhaseReason, Tally, advance
@@ -547,7 +547,8 @@ def stall_condition(stalled: dict[int, float]) -> tuple[bool, str, str]:
     """Whether there are any, the reason, and a message."""
     if not stalled:
         return False, "RanksMove", ""
-    return True, "RankStalled", f"not moving: {limited_spans(sorted(stalled))}"
+    ranks = describe_ranks(sorted(stalled))
+    return True, "RankStalled", f"{ranks} idle for longer than the stall timeout"
 
 
 def check_again_s(limit_s: float) -> float:

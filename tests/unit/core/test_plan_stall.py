@@ -50,7 +50,10 @@ def test_a_rank_that_does_not_move_is_told_of_once_and_taken_back() -> None:
     ]
     condition = stalled(one.status)
     assert condition is not None
-    assert (condition.status, condition.message) == ("True", "not moving: 1")
+    assert (condition.status, condition.message) == (
+        "True",
+        "rank 1 idle for longer than the stall timeout",
+    )
     assert one.status.message.endswith("; stalled: rank 1")
     same = after(one.status, 105.0, 1.0, 14.0, None)
     assert same.status == one.status

@@ -204,6 +204,7 @@ class RankLine(Model, frozen=True, omit_defaults=False):
     started_at: float | None
     ended_at: float | None
     is_first: bool = False  # the first rank that failed
+    is_stalled: bool = False
     previous: str = ""
     previous_at: float | None = None
     earlier: list[EarlierAttempt] = []
@@ -328,6 +329,7 @@ def rank_lines(status: Status, attempts: Sequence[AttemptStatus] = ()) -> list[R
         replace(
             _line(rank, exits.get(rank.rank), is_first=rank.rank == first),
             earlier=earlier.get(rank.rank, []),
+            is_stalled=rank.is_alive and rank.rank in status.stalled,
         )
         for rank in ranks
     ]
@@ -399,7 +401,8 @@ def cause_card(training: Training) -> CauseCard | None:
         headline = _capital(describe_cause(status))
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
-    attempts = f"attempt {cause.restart_count + 1}"
+    times = cause.restart_count
+    after = f"; after {times} restart{'' if times == 1 else 's'}" if times else ""
     ranks = (*status.ranks, *status.removed_ranks)
     neighbours = [
         r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank
@@ -407,7 +410,7 @@ def cause_card(training: Training) -> CauseCard | None:
     return CauseCard(
         rank=cause.rank,
         headline=headline,
-        exit=f"{', '.join(part for part in parts if part)}; {attempts}",
+        exit=f"{', '.join(part for part in parts if part)}{after}",
         host=cause.host or "",
         neighbours=describe_ranks(neighbours) if neighbours else "",
         before=_before(status, cause),

@@ -67,6 +67,7 @@ SORTS = ("since", "name", "phase", "world", "ran", "where")
 SENTENCE = 300  # characters: three lines of the table
 MAX_RECENT = 10_000  # changes: a tab that missed more reads everything again
 HOSTS = 1_000  # host names of one training that the filter searches: some 20 kB
+MAX_FAILED = 50  # recent failures of a group that a browser can mark as seen: 2 kB an answer
 
 
 class TrainingRow(Model, frozen=True, omit_defaults=False):
@@ -91,6 +92,7 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
     is_over: bool = False
     is_stopping: bool = False
     is_below: bool = False
+    is_stalled: bool = False
     round: int | None = None  # committed outer rounds; None if there are none
     loss: float | str | None = None
     spark: list[float] = []
@@ -100,7 +102,7 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
             return now - self.since < RECENT_S
         if self.phase in ("pending", "new"):
             return now - self.since > PENDING_S or self.is_below
-        return False
+        return self.is_stalled
 
     def ran_s(self, now: float) -> float:
         if self.started_at is None:
@@ -116,10 +118,22 @@ class RowTotals(Model, frozen=True, omit_defaults=False):
     by_phase: dict[str, int]
 
 
+class RowGroup(Model, frozen=True, omit_defaults=False):
+    """Trainings with the same label `group`. `failed` has uids of recent failures, newest first."""
+
+    by_phase: dict[str, int]
+    failed: list[str]
+
+
 class RowPage(Model, frozen=True, omit_defaults=False):
-    """`resources`: what ranks of this machine asked for, where the control plane counts that."""
+    """`resources`: what ranks of this machine asked for, where the control plane counts that.
+
+    With `groups`, a group that is not open has one of its rows in `items`, and an open one has all
+    of them, one after another.
+    """
 
     items: list[TrainingRow]
+    groups: dict[str, RowGroup]
     matched: int
     totals: RowTotals
     version: int
@@ -154,6 +168,7 @@ def row_of(training: Training) -> TrainingRow:
         is_over=is_over,
         is_stopping=bool(status.failing) or (training.is_cancelling and not is_over),
         is_below=status.started_at is not None and world.below_minimum and not is_over,
+        is_stalled=bool(status.stalled) and not is_over,
     )
 
 
@@ -166,14 +181,15 @@ def _sentence(training: Training) -> tuple[str, str]:
         if cause is None:
             return "", terms.removeprefix(f"{status.phase.value}: ")
         why = describe_reason(cause.termination_reason, cause.message)
-        return escape_control(why), terms.removeprefix("failed: ")
+        sentence = terms.removeprefix("failed: ")
+        return escape_control(why), sentence.removesuffix(f": {why}") if why else sentence
     if where := executor_problem(training):
         return f"Executor {where.removeprefix('Executor').lower()}", escape_control(status.message)
     waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
     if status.phase is Phase.PENDING and waits:
         terms = escape_control(waits[0].message)
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
-        return "", f"rank {waits[0].rank} {terms}{more}"
+        return "", f"rank {waits[0].rank}: {terms}{more}"
     if status.phase is Phase.NONE:
         return "", "stored; its ranks start soon"
     if status.failing or training.is_cancelling:
@@ -280,19 +296,41 @@ class Rows:
         return list(self._rows.get(namespace, {}).values())
 
     def page(
-        self, namespace: str, *, q: str, phase: str, sort: str, offset: int, limit: int, now: float
+        self,
+        namespace: str,
+        *,
+        q: str,
+        phase: str,
+        sort: str,
+        offset: int,
+        limit: int,
+        now: float,
+        group: str = "",
+        opened: Sequence[str] = (),
     ) -> RowPage:
-        """The matching rows, sorted; `-since` sorts descending. Raises ValidationError."""
+        """The matching rows, sorted; `-since` sorts descending. Raises ValidationError.
+
+        Without a filter and a sort order, trainings of a group are together.
+        """
         rows = self.all_of(namespace)
         phases = Counter(row.phase for row in rows)
         attention = sum(row.needs_attention(now) for row in rows)
         totals = RowTotals(all=len(rows), needs_attention=attention, by_phase=dict(phases))
         terms = q.lower().split()
-        matching = [row for row in rows if _matches(row, self._texts[row.uid], terms, phase, now)]
+        matching = [
+            row
+            for row in rows
+            if group in ("", row.group) and _matches(row, self._texts[row.uid], terms, phase, now)
+        ]
         ordered = _sorted(matching, sort, now)
+        groups: dict[str, RowGroup] = {}
+        if not (terms or phase or sort or group):
+            ordered, groups = _grouped(ordered, opened, now)
+        items = ordered[offset : offset + limit]
         return RowPage(
-            items=ordered[offset : offset + limit],
-            matched=len(matching),
+            items=items,
+            groups={row.group: groups[row.group] for row in items if row.group in groups},
+            matched=len(ordered),
             totals=totals,
             version=self.version,
             now=now,
@@ -333,6 +371,33 @@ def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[Training
     }
     by_name = sorted(rows, key=lambda row: row.name)
     return sorted(by_name, key=keys[name], reverse=is_down)
+
+
+def _grouped(
+    rows: Sequence[TrainingRow], opened: Sequence[str], now: float
+) -> tuple[list[TrainingRow], dict[str, RowGroup]]:
+    """The rows, with the trainings of a group where the first of them is, and the groups of two and
+    more. Of a group that is not opened, the first row stands for all."""
+    members: dict[str, list[TrainingRow]] = {}
+    for row in rows:
+        members.setdefault(row.group, []).append(row)
+    groups = {
+        name: RowGroup(
+            by_phase=dict(Counter(row.phase for row in each)),
+            failed=[row.uid for row in each if row.phase == "failed" and row.needs_attention(now)][
+                :MAX_FAILED
+            ],
+        )
+        for name, each in members.items()
+        if name and len(each) > 1
+    }
+    out: list[TrainingRow] = []
+    for row in rows:
+        if row.group not in groups:
+            out.append(row)
+        elif members[row.group][0] is row:
+            out += members[row.group] if row.group in opened else [row]
+    return out, groups
 
 
 def _group(row: TrainingRow, now: float) -> int:

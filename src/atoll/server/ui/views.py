@@ -72,6 +72,8 @@ class RowsQuery(Query, frozen=True):
     sort: Annotated[str, Meta(max_length=20)] = ""
     offset: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     limit: Annotated[int, Meta(ge=1, le=200)] = 60
+    group: Annotated[str, Meta(max_length=200)] = ""
+    open: list[str] = []  # groups whose trainings are listed
 
 
 class PageQuery(Query, frozen=True):
@@ -144,6 +146,8 @@ async def rows(call: ApiCall) -> Answer:
         offset=query.offset,
         limit=query.limit,
         now=call.plane.clock().wall,
+        group=query.group,
+        opened=query.open,
     )
     local = call.plane.executors.get(LOCAL)
     return json_answer(

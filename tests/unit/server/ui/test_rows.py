@@ -13,15 +13,17 @@ from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.server.ui.page import cause_card
-from atoll.server.ui.rows import Rows, row_of
+from atoll.server.ui.rows import RowPage, Rows, row_of
 from atoll.store.sqlite import MemoryStore
 
 NOW = 2_000_000.0
 
 
-def training(name: str, phase: Phase = Phase.READY, **status: object) -> Training:
+def training(
+    name: str, phase: Phase = Phase.READY, labels: dict[str, str] | None = None, **status: object
+) -> Training:
     size = WorldSize(min=1, target=2, max=4)
-    spec = TrainingSpec(name=name, command=["true"], world_size=size)
+    spec = TrainingSpec(name=name, command=["true"], world_size=size, labels=labels or {})
     return Training(
         namespace="team",
         uid=f"uid-{name}",
@@ -58,6 +60,7 @@ def test_an_exception_that_ended_a_rank_is_its_cause() -> None:
     end = RankExit(rank=1, exit_code=1, termination_reason="Error", message="ValueError: bad shape")
     ended = training("a", Phase.FAILED, root_cause=end, rank_exits=[end], ended_at=NOW - 10)
     assert row_of(ended).cause == "ValueError: bad shape"
+    assert row_of(ended).sentence == "rank 1 failed first: it exited with code 1"
     card = cause_card(ended)
     assert card is not None
     assert card.headline == "Rank 1: ValueError: bad shape"
@@ -76,6 +79,41 @@ def test_what_runs_is_on_top_then_recent_failures_then_what_has_ended() -> None:
     )
     assert names(rows) == ["waits", "runs", "bad", "done", "old"]
     assert names(rows, phase="attention") == ["waits", "bad"]
+
+
+def test_a_stalled_training_needs_attention_and_is_on_top() -> None:
+    rows = rows_of(training("runs"), training("hangs", stalled={0: NOW - 60}))
+    assert names(rows) == ["hangs", "runs"]
+    assert names(rows, phase="attention") == ["hangs"]
+
+
+def test_a_group_is_one_row_however_many_trainings_it_has_until_it_is_opened() -> None:
+    sweep = [
+        training(f"lr-{n:03}", Phase.SUCCEEDED, {"group": "lrs"}, ended_at=NOW - 10 - n)
+        for n in range(100)
+    ]
+    bad = replace(failed("lr-bad"), spec=replace(sweep[0].spec, name="lr-bad"))
+    alone = training("alone", labels={"group": "one"})
+    rows = rows_of(*sweep, bad, alone, training("other", Phase.SUCCEEDED, ended_at=NOW - 50))
+
+    def page(**wanted: object) -> RowPage:
+        query = {"q": "", "phase": "", "sort": "", "offset": 0, "limit": 60, "now": NOW, **wanted}
+        return rows.page("team", **query)  # type: ignore[arg-type]
+
+    closed = page()
+    assert [row.name for row in closed.items] == ["alone", "lr-bad", "other"]
+    assert closed.matched == 3
+    assert closed.totals.all == 103
+    assert list(closed.groups) == ["lrs"]
+    assert closed.groups["lrs"].by_phase == {"failed": 1, "succeeded": 100}
+    assert closed.groups["lrs"].failed == [bad.uid]
+    opened = page(opened=["lrs"])
+    assert opened.matched == 103
+    assert [row.name for row in opened.items[:3]] == ["alone", "lr-bad", "lr-000"]
+    assert page(opened=["lrs"], offset=60).items[-1].name == "other"
+    assert page(group="lrs", limit=200).matched == 101
+    assert page(q="lr-09").groups == {}
+    assert page(sort="name").matched == 103
 
 
 def test_words_and_typed_filters_are_matched_together() -> None:
@@ -113,7 +151,7 @@ def test_a_rank_that_waits_says_for_what() -> None:
         phase=Phase.PENDING, ranks=[RankStatus(rank=0, message="waits for a node with 8 H100")]
     )
     row = row_of(replace(training("a"), status=status))
-    assert row.sentence == "rank 0 waits for a node with 8 H100"
+    assert row.sentence == "rank 0: waits for a node with 8 H100"
 
 
 def test_control_characters_of_ranks_do_not_reach_the_page() -> None:

@@ -133,7 +133,10 @@ export function showList(main, go) {
     waiting = (async () => {
       try {
         read = performance.now();
-        page = await get(`/ui/rows${query({ ...filters, limit: PAGE })}`, ended.signal);
+        page = await get(
+          `/ui/rows${query({ ...filters, limit: PAGE, open: [...open] })}`,
+          ended.signal,
+        );
         draw();
       } catch (error) {
         if (error.name !== "AbortError") trouble(error);
@@ -276,7 +279,8 @@ export function showList(main, go) {
   const isOdd = (row) =>
     row.phase === "failed"
       ? page.now - row.since < 86400
-      : row.phase !== "ready" && isLive(row) && (page.now - row.since > 300 || row.isBelow);
+      : row.isStalled ||
+        (row.phase !== "ready" && isLive(row) && (page.now - row.since > 300 || row.isBelow));
   const groupOf = (row) => (isLive(row) ? "Running" : isOdd(row) ? FAILED : "Ended");
 
   // Rows with a heading before each group. Failures that were opened are folded into theirs.
@@ -285,43 +289,46 @@ export function showList(main, go) {
   function arranged() {
     if (filters.sort) return page.items;
     const items = [],
-      labels = byLabel(),
       seen = seenFailures();
-    let group = null;
+    let group = null,
+      label = "", // of the group that the rows belong to
+      isFolded = false;
     for (const row of page.items) {
-      const members = labels.get(row.group) || [row];
-      if (members[0] !== row) continue;
+      if (label && row.group === label) {
+        if (!isFolded) items.push(row);
+        continue;
+      }
+      label = Object.hasOwn(page.groups, row.group) ? row.group : "";
       const own = groupOf(row);
       if (own !== group?.group) {
         group = { group: own, folded: 0 };
         items.push(group);
       }
-      const failed = own === FAILED ? members.filter(isOdd) : [];
-      if (failed.length && failed.every((each) => seen.has(each.uid)) && !hasSeen && !isNarrowed())
-        group.folded += failed.length;
-      else if (members.length < 2) items.push(row);
+      const failed = own === FAILED && !hasSeen && !isNarrowed() ? failuresOf(row) : [];
+      isFolded = failed.length > 0 && failed.every((uid) => seen.has(uid));
+      if (isFolded) group.folded += failed.length;
       else {
-        const isOpen = open.has(row.group);
-        items.push({ members: row.group, isOpen, rows: members });
-        if (isOpen) items.push(...members);
+        const isOpen = open.has(label);
+        if (label) items.push({ members: label, isOpen, phases: page.groups[label].byPhase });
+        if (!label || isOpen) items.push(row);
       }
     }
     return items;
   }
 
-  function byLabel() {
-    const labels = new Map();
-    if (isNarrowed()) return labels;
-    for (const row of page.items.filter((each) => each.group)) {
-      if (!labels.has(row.group)) labels.set(row.group, []);
-      labels.get(row.group).push(row);
-    }
-    return labels;
+  const failuresOf = (row) => page.groups[row.group]?.failed ?? [row.uid];
+
+  // Compares as many trainings of a group as the page for it takes.
+  async function compareGroup(name) {
+    const { items } = await get(
+      `/ui/rows${query({ group: name, sort: "name", limit: 200 })}`,
+      ended.signal,
+    );
+    go(`/compare${query({ t: items.map((row) => row.name) })}`);
   }
 
-  function groupLine({ members, isOpen, rows }) {
-    const phases = {};
-    for (const row of rows) phases[row.phase] = (phases[row.phase] || 0) + 1;
+  function groupLine({ members, isOpen, phases }) {
+    const count = Object.values(phases).reduce((sum, each) => sum + each, 0);
     return h(
       "tr",
       {},
@@ -334,7 +341,7 @@ export function showList(main, go) {
           () => {
             if (isOpen) open.delete(members);
             else open.add(members);
-            draw();
+            load();
           },
           { class: "mini muted", "aria-expanded": String(isOpen), "data-focus": "open" },
         ),
@@ -342,12 +349,12 @@ export function showList(main, go) {
       h(
         "td",
         { class: "sy", colspan: COLUMNS.length - 1 },
-        `${rows.length} trainings: `,
+        `${count.toLocaleString("en")} trainings: `,
         Object.entries(phases)
-          .map(([phase, count]) => `${count} ${phase === "ready" ? "running" : phase}`)
+          .map(([phase, each]) => `${each} ${phase === "ready" ? "running" : phase}`)
           .join(", "),
         " ",
-        button("Compare", () => go(`/compare${query({ t: rows.map((row) => row.name) })}`), {
+        button("Compare", () => compareGroup(members).catch(trouble), {
           class: "mini",
           "aria-label": `Compare ${members}`,
         }),
@@ -357,7 +364,7 @@ export function showList(main, go) {
   const isNarrowed = () => Boolean(filters.q || filters.phase);
 
   function heading({ group, folded }) {
-    const failed = page.items.filter((row) => groupOf(row) === FAILED).map((row) => row.uid);
+    const failed = page.items.filter((row) => groupOf(row) === FAILED).flatMap(failuresOf);
     const unseen = failed.filter((uid) => !seenFailures().has(uid));
     return h(
       "tr",

@@ -27,6 +27,12 @@ export const styleOf = (at) => ({
   dash: DASHES[(at + Math.floor(at / TONES.length)) % DASHES.length],
 });
 
+// As uPlot pads values, but only zeros do not give a scale of 0 to 100.
+function extent(low, high) {
+  if (low === null) return [null, null];
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 // NaN and infinities arrive as text; a chart has a gap there.
 export const finite = (value) => (typeof value === "number" ? value : null);
@@ -35,7 +41,12 @@ export const formatOf = (name) => (value) =>
     ? "–"
     : name.includes("memory") || name.includes("bytes")
       ? bytes(value)
-      : number(value);
+      : name === "machine/cpu"
+        ? percent(value)
+        : number(value);
+
+// Of one core, as `top` has it.
+const percent = (cores) => `${Number((cores * 100).toPrecision(3))} %`;
 
 // An exponential mean over the values before, corrected for its start, as TensorBoard has it.
 export function smooth(values, weight) {
@@ -200,7 +211,7 @@ export class Plot {
             return high > low ? [low, high] : [(low ?? 0) - pad, (low ?? 0) + pad];
           },
         },
-        y: { distr: isLog ? 3 : 1 },
+        y: isLog ? { distr: 3 } : { range: (chart, low, high) => extent(low, high) },
       },
       series: [{}, ...series],
       bands: (bands || []).map(({ edges, alpha }) => ({ series: edges, fill: `${pale}${alpha}` })),

@@ -2,18 +2,8 @@
 
 import { showStacks } from "./actions.js";
 import { get, lines as stream, query } from "./api.js";
-import {
-  button,
-  bytes,
-  clock,
-  copyable,
-  duration,
-  h,
-  mark,
-  number,
-  put,
-  timestamp,
-} from "./dom.js";
+import { button, clock, copyable, duration, h, mark, put, timestamp } from "./dom.js";
+import { formatOf } from "./plot.js";
 import { KIND_OF, stateOf } from "./ranks.js";
 
 const TAIL = 30;
@@ -180,13 +170,7 @@ export class RankPanel {
               { class: "kv" },
               own.map((each) => [
                 h("dt", {}, each.name),
-                h(
-                  "dd",
-                  {},
-                  /memory|bytes/.test(each.name)
-                    ? bytes(each.ranks[this.rank])
-                    : number(each.ranks[this.rank]),
-                ),
+                h("dd", {}, formatOf(each.name)(each.ranks[this.rank])),
               ]),
             ),
           ]
@@ -194,7 +178,7 @@ export class RankPanel {
       h("h3", {}, "Last lines"),
       h(
         "pre",
-        { tabindex: 0, role: "region", "aria-label": `Last lines of rank ${this.rank}` },
+        { tabindex: 0, role: "region", "aria-label": `Output of rank ${this.rank}` },
         tail.length ? tail.map(plain).join("\n") : "The rank printed nothing.",
       ),
       h(

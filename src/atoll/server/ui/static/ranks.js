@@ -322,7 +322,9 @@ export function strips(page, lines, span, { charts, isOver, address }) {
         "div",
         { class: `c ${kind} ${line.isFirst ? "root" : ""}`, role: "cell", title: state },
         line.phase === "Running"
-          ? "running"
+          ? line.isStalled
+            ? h("b", { class: "warn" }, "stalled")
+            : "running"
           : line.short
             ? `${line.short}${line.isFirst ? ", first" : ""}`
             : state,

@@ -143,7 +143,8 @@ export function showTraining(main, name, rank, go) {
         if (error.status === 404 && page) {
           isDeleted = true;
           draw(false);
-        } else if (error.status === 404)
+        } else if (error.status === 404) {
+          facts.hidden = true;
           put(
             head,
             h("h1", {}, name),
@@ -155,7 +156,7 @@ export function showTraining(main, name, rank, go) {
                 : "There is no such training.",
             ),
           );
-        else
+        } else
           put(
             head,
             h("h1", {}, name),
@@ -188,7 +189,7 @@ export function showTraining(main, name, rank, go) {
 
   function draw(isFirst) {
     const { row } = page;
-    sections.hidden = false;
+    sections.hidden = facts.hidden = false;
     const stalled = isOver()
       ? []
       : page.conditions.filter((each) => each.type === "Stalled" && each.status === "True");
@@ -235,7 +236,7 @@ export function showTraining(main, name, rank, go) {
                 `Below minimum: ${row.ready} of at least ${row.min} ranks are ready.`,
               )
             : null,
-          stalled.map((each) => h("p", { class: "warn note" }, `Stalled, ${each.message}.`)),
+          stalled.map((each) => h("p", { class: "warn note" }, `Stalled: ${each.message}.`)),
         ),
     );
     drawFacts();
