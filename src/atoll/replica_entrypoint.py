@@ -28,7 +28,7 @@ from atoll.agent.entrypoint import (
     as_argv,
     call,
     check_module,
-    named_function,
+    import_function,
     run_script,
     start,
     trainer_call,
@@ -122,7 +122,7 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
     is_script = entry.endswith(".py") or "/" in entry
     try:
         if ":" in entry:
-            set_return_value(call(named_function(entry), args, env))
+            set_return_value(call(import_function(entry), args, env))
             return
         if not is_script:
             check_module(entry)

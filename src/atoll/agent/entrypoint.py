@@ -74,7 +74,7 @@ class ReplicaCall:
     def __call__(self) -> Any:
         sys.path[:] = [*sys.path, *(folder for folder in self.path if folder not in sys.path)]
         own = self.function
-        function = named_function(own) if isinstance(own, str) else pickle.loads(own)
+        function = import_function(own) if isinstance(own, str) else pickle.loads(own)
         args = {key: pickle.loads(value) for key, value in self.args.items()}
         return call(function, args, os.environ)
 
@@ -83,7 +83,7 @@ class MissingCode(Exception):
     """There is no such module here, or no such function in it."""
 
 
-def named_function(name: str) -> Callable[..., Any]:
+def import_function(name: str) -> Callable[..., Any]:
     """The function of `module:function`. Raises MissingCode."""
     module, _, attribute = name.partition(":")
     check_module(module)

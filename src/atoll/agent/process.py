@@ -535,7 +535,7 @@ def write_error_file(message: str, **extra: str) -> None:
             json.dump({"message": error}, out)
 
 
-def left_file(control: str, rank: str, attempt: str) -> str:
+def leave_marker(control: str, rank: str, attempt: str) -> str:
     """Beside the socket of the supervisor: a rank that was to stop has uploaded what it had."""
     return os.path.join(os.path.dirname(control), "errors", f"{rank}.{attempt}.left")
 
@@ -545,7 +545,7 @@ def mark_left() -> None:
     control, rank, attempt = map(os.environ.get, (CONTROL_VARIABLE, "ATOLL_RANK", "ATOLL_ATTEMPT"))
     if control and rank and attempt:
         with contextlib.suppress(OSError):  # it is killed when its grace is over, as others are
-            open(left_file(control, rank, attempt), "wb").close()
+            open(leave_marker(control, rank, attempt), "wb").close()
 
 
 def _claim(path: str) -> bool:

@@ -104,7 +104,7 @@ def separate_jobs(jobs: str, instead: str = "'atoll stacks' shows where ranks ar
     )
 
 
-Word = Annotated[str, Pattern(r"\S+", "expected one word")]
+Unspaced = Annotated[str, Pattern(r"\S+", "expected one word")]
 EnvName = Annotated[str, Pattern(ENV_PATTERN, "expected the names of variables")]
 
 
@@ -142,7 +142,7 @@ class StoreOptions(BackendOptions, frozen=True):
 
     store: str | None = None  # records and logs of trainings that name no store of their own
     image: Any = None  # of trainings that name none
-    python: Word = "python3"  # in the image; runs the wrapper, and a `source`
+    python: Unspaced = "python3"  # in the image; runs the wrapper, and a `source`
     # Between two polls of the store, by ranks (are they to stop) and by this machine (do they run).
     # A heartbeat comes with every fifth. 2 s are about 0.6 requests a second and rank.
     poll_s: Annotated[float, Meta(ge=0.05, le=60)] = 2.0

@@ -71,7 +71,7 @@ TRAINING, CAUSE = "training", "cause"
 HAS_ENDED: Json = {"reason": "it has ended"}  # in place of an answer
 ANSWER_S = 10.0  # for a dump on a starved machine: py-spy alone has 5 s a process
 LAUNCH_PREFIX = "replicas-"  # of the name of a launch, before its uid
-RELIST_LOOKS = 5  # the backend is asked at least so often, whatever the records say
+RELIST_OBSERVATIONS = 5  # the backend is asked at least so often, whatever the records say
 # Where ranks meet, by the name of the variable: filled in by the wrapper from what rank 0 says.
 MEETING = {
     "MASTER_ADDR": "host",
@@ -448,7 +448,7 @@ class RecordedBackend(Executor):
         """The jobs as the backend lists them. It is not asked again soon where the ranks' own
         records say how every attempt is."""
         last, facts = self._listings.get(training.uid), reader.facts
-        patience_s = RELIST_LOOKS * self.timing.observe_s
+        patience_s = RELIST_OBSERVATIONS * self.timing.observe_s
         if last is not None and time.monotonic() < last.at + patience_s:
             if last.version == facts.version and self._tell_all(reader, last.jobs):
                 return last.jobs

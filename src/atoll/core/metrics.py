@@ -16,7 +16,7 @@ MACHINE = "machine/"
 MAX_COUNT = 2**53  # whole numbers to there are exact in every language that reads them
 MAX_TIME = 253_402_300_799.0  # the end of the year 9999, the last that a date can have
 
-MAX_SHOWN = 20  # names in an error: two lines of a terminal
+MAX_LISTED = 20  # names in an error: two lines of a terminal
 
 MetricValue = float | str  # `nan`, `inf` and `-inf` are text
 
@@ -26,9 +26,9 @@ def check_names(training: str, names: Iterable[str], reported: Iterable[str]) ->
     known = sorted(set(reported))
     for name in names:
         if known and name not in known:
-            shown = ", ".join(escape_control(each) for each in known[:MAX_SHOWN])
-            more = f" and {len(known) - MAX_SHOWN} more" if len(known) > MAX_SHOWN else ""
-            raise ValidationError("metric", name, f"{training} has reported {shown}{more}")
+            listed = ", ".join(escape_control(each) for each in known[:MAX_LISTED])
+            more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+            raise ValidationError("metric", name, f"{training} has reported {listed}{more}")
 
 
 class RankUsage(NamedTuple):

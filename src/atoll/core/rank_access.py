@@ -37,7 +37,7 @@ class ExecRequest(SpecModel, frozen=True):
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if not self.command or not all(isinstance(word, str) for word in self.command):
+        if not self.command or not all(isinstance(argument, str) for argument in self.command):
             raise ValidationError("command", self.command, "expected a command and its arguments")
         if len(self.stdin) > MAX_STDIN_BYTES:
             expected = f"expected at most {MAX_STDIN_BYTES} bytes"

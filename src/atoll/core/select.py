@@ -137,7 +137,7 @@ class Selection(NamedTuple):
         settings = training.settings if self.settings else {}
         return (
             all(each.holds(labels.get(each.name)) for each in self.labels)
-            and all(each.holds(_found(settings, each.name)) for each in self.settings)
+            and all(each.holds(_lookup(settings, each.name)) for each in self.settings)
             and all(
                 each.holds(metrics.get((training.uid, kind, each.name)))
                 for kind, each in self.metrics
@@ -165,16 +165,16 @@ def _value(training: Training, sort: Sort, metrics: Metrics, now: float) -> Any:
             value = training.spec.labels.get(sort.name)
             return None if value is None else parse_value(value)
         case "setting":
-            return _found(training.settings, sort.name)
+            return _lookup(training.settings, sort.name)
     return metrics.get((training.uid, sort.kind, sort.name))
 
 
-def _found(settings: Mapping[str, Setting], name: str) -> Setting | None:
+def _lookup(settings: Mapping[str, Setting], name: str) -> Setting | None:
     """`batch_size` finds `--batch-size`, and the other way round."""
     if name in settings:
         return settings[name]
-    alike = name.replace("-", "_")
-    return next((settings[key] for key in settings if key.replace("-", "_") == alike), None)
+    identifier = name.replace("-", "_")
+    return next((settings[key] for key in settings if key.replace("-", "_") == identifier), None)
 
 
 def _key(value: Any) -> tuple[int, int, Any]:

@@ -26,8 +26,8 @@ MAX_LABEL_CHARS = 63  # of a DNS label, which the name of a training has to be
 MAX_DISPLAY_CHARS = 200  # of a name as it was given: what a row of a table can show
 _DIGEST_CHARS = 8  # two names that differ in other characters only are told apart
 # Of a name as people give it: no path, no option, and something to make a label of.
-GIVEN_NAME_PATTERN = r"^(?=.*[A-Za-z0-9])[^/\x00-\x20\x7f-][^/\x00-\x1f\x7f]{0,199}$"
-_GIVEN_NAME = re.compile(GIVEN_NAME_PATTERN)
+DISPLAY_NAME_PATTERN = r"^(?=.*[A-Za-z0-9])[^/\x00-\x20\x7f-][^/\x00-\x1f\x7f]{0,199}$"
+_DISPLAY_NAME = re.compile(DISPLAY_NAME_PATTERN)
 _PLAIN = re.compile(r"[A-Za-z0-9 ._+=:,@-]*")
 _INTEGER = re.compile(r"[+-]?\d{1,15}")  # longer ones lose digits in other languages
 _SCRIPTS = (".py", ".sh", ".bash")
@@ -38,7 +38,7 @@ def dns_label(text: str) -> str:
 
     A name that is a label stays as it is. Raises ValueError for what cannot be a name.
     """
-    if not _GIVEN_NAME.fullmatch(text) or not text.isprintable():
+    if not _DISPLAY_NAME.fullmatch(text) or not text.isprintable():
         raise ValueError(text)
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if len(label) <= MAX_LABEL_CHARS and _PLAIN.fullmatch(text):
@@ -151,17 +151,17 @@ def _arguments(command: Sequence[str]) -> Sequence[str]:
 
 
 def merge_settings(
-    command: Sequence[str], given: Mapping[str, Setting], reported: Mapping[str, Setting]
+    command: Sequence[str], explicit: Mapping[str, Setting], reported: Mapping[str, Setting]
 ) -> Settings:
     """All settings of a training, those reported last: a rank knows what it really used.
 
     A flag and a report of the same setting differ in dashes at the most: `--batch-size` is
     `args.batch_size` in the script.
     """
-    settings = {**parse_flags(command), **given}
-    alike = {name.replace("-", "_"): name for name in settings}
+    settings = {**parse_flags(command), **explicit}
+    by_identifier = {name.replace("-", "_"): name for name in settings}
     for name, value in reported.items():
-        settings[alike.get(name.replace("-", "_"), name)] = value
+        settings[by_identifier.get(name.replace("-", "_"), name)] = value
     return dict(list(settings.items())[:MAX_ENTRIES])
 
 

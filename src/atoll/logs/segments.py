@@ -67,11 +67,11 @@ class LogWriter:
                 self._rotate(self._file)
             if self._file is not None:
                 self._stamp()
-                self._tell_lost(self._file)
+                self._report_lost(self._file)
                 written = self._put(self._file, data)
         self._lost += len(data) - written
 
-    def _tell_lost(self, file: int) -> None:
+    def _report_lost(self, file: int) -> None:
         if self._lost:
             line = (
                 f"[atoll: {self._lost:,} bytes of this log were lost here: they could not be "
@@ -101,7 +101,7 @@ class LogWriter:
         close_times(times_path(self._folder, self._start))
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._tell_lost(self._file)
+                self._report_lost(self._file)
             os.close(self._file)
 
     def _begin(self) -> None:

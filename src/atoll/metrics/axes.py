@@ -45,18 +45,18 @@ def has_steps(series: Series) -> bool:
 
 def _without_repeats(values: Sequence[float], attempts: Sequence[float]) -> list[float]:
     """NaN for points of an attempt at or after the first position of a later attempt."""
-    kept = list(values)
+    out = list(values)
     lowest = math.inf  # position of all later attempts
     attempt, first = math.nan, math.inf
-    for index in range(len(kept) - 1, -1, -1):
+    for index in range(len(out) - 1, -1, -1):
         if attempts[index] != attempt:
             lowest, attempt, first = min(lowest, first), attempts[index], math.inf
-        if math.isnan(kept[index]):
+        if math.isnan(out[index]):
             continue
-        first = min(first, kept[index])
-        if kept[index] >= lowest:
-            kept[index] = math.nan
-    return kept
+        first = min(first, out[index])
+        if out[index] >= lowest:
+            out[index] = math.nan
+    return out
 
 
 def _tokens_at(times: Sequence[float], tokens: Series | None) -> list[float]:
@@ -76,8 +76,8 @@ def _tokens_at(times: Sequence[float], tokens: Series | None) -> list[float]:
 def _values_at(times: Sequence[float], series: Series, values: Sequence[float]) -> list[float]:
     """At each time the value that belongs to the last point of the series before it."""
     reported = series.columns[AT]
-    found = (bisect_right(reported, at + 1e-6) - 1 for at in times)
-    return [math.nan if index < 0 else values[index] for index in found]
+    indices = (bisect_right(reported, at + 1e-6) - 1 for at in times)
+    return [math.nan if index < 0 else values[index] for index in indices]
 
 
 def _rounds_at(at: float, commits: Sequence[float], start: float) -> float:

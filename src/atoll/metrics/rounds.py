@@ -128,7 +128,7 @@ class RunTally:
             self._times = {number: self._times[number] for number in newest}
 
     @property
-    def left(self) -> list[int]:
+    def leavers(self) -> list[int]:
         return sorted(self._left)
 
     @property
@@ -150,7 +150,7 @@ class RunTally:
             newest=max(self._last.values(), default=-1),
             recent_since=self._times[newest[-1]] if len(newest) == ABSENT_ROUNDS else None,
             last=dict(self._last),
-            left=self.left,
+            left=self.leavers,
             bad=dict(self._bad),
             warnings=list(self._warnings),
         )
@@ -357,7 +357,7 @@ class RoundTable:
                 observation.waiting if observation is not None and is_observed else (),
                 observation.departures if observation is not None and is_observed else None,
                 tally.ranks,
-                tally.left,
+                tally.leavers,
                 tally.slow,
             )
 

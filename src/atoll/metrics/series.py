@@ -207,13 +207,13 @@ def band_of(
     width = max(end - start, 1e-9) / count
     by_bin: dict[int, list[tuple[float, float, float]]] = {}  # least, mean, largest of each rank
     bad = 0
-    for one, places in zip(series, positions, strict=True):
+    for one, placed in zip(series, positions, strict=True):
         columns = one.columns
         numbers, wrong = columns[COUNT], columns[BAD]
         last = count - 1
-        bins = [-1 if at != at else min(last, int((at - start) / width)) for at in places]
+        bins = [-1 if at != at else min(last, int((at - start) / width)) for at in placed]
         rows = zip(bins, columns[MIN], columns[MEAN], columns[MAX], strict=True)
-        is_inside = len(places) and all(start <= at <= end for at in places)
+        is_inside = len(placed) and all(start <= at <= end for at in placed)
         if is_inside and 0.0 not in numbers and len(set(bins)) == len(bins):
             bad += int(sum(wrong))
             for index, least, mean, largest in rows:
@@ -221,7 +221,7 @@ def band_of(
             continue
         own: dict[int, list[float]] = {}
         for at, number, off, (index, least, mean, largest) in zip(
-            places, numbers, wrong, rows, strict=True
+            placed, numbers, wrong, rows, strict=True
         ):
             if not start <= at <= end:  # NaN too
                 continue
@@ -258,9 +258,9 @@ def band_of(
 
 def _usual_spacing(positions: Sequence[Sequence[float]]) -> float:
     """The distance over which a rank usually reports `POINTS_A_BIN` points."""
-    usable = ([at for at in places if at == at] for places in positions)
+    usable = ([at for at in placed if at == at] for placed in positions)
     spacings = sorted(
-        (places[-1] - places[0]) / (len(places) - 1) for places in usable if len(places) > 1
+        (placed[-1] - placed[0]) / (len(placed) - 1) for placed in usable if len(placed) > 1
     )
     return POINTS_A_BIN * max(spacings[len(spacings) // 2], 1e-9) if spacings else 1e-9
 

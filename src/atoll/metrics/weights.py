@@ -17,7 +17,7 @@ from atoll.metrics.file import MetricFile
 MAX_VERSIONS = 200  # of a channel: a follower further behind is late in any case
 MAX_CHANNELS = 100  # of a training: one for each policy, so that reports cannot fill the file
 MAX_FOLLOWERS = 2000  # of a training: two engines on each of 1,000 ranks
-SHOWN_VERSIONS = 20  # as `atoll weights` lists of a store
+MAX_LISTED_VERSIONS = 20  # as `atoll weights` lists of a store
 
 SCHEMA = """
 create table weight_versions (
@@ -90,7 +90,7 @@ class WeightTable:
                     for each, rank, body in rows
                     if each in trainings
                 ]
-        return channels_of(versions, followers, now, SHOWN_VERSIONS)
+        return channels_of(versions, followers, now, MAX_LISTED_VERSIONS)
 
     def remove(self, uid: str) -> None:
         """Within a transaction of the caller."""

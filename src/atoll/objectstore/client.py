@@ -479,9 +479,9 @@ class RangeReader:
         """Ask for what is left of the range; the first chunk is read with it."""
         client, at = self._store._reader, self._at
         span: Any = {"offset": at} if self._end is None else (at, self._end)
-        is_whole = self._end is None and not at
+        is_entire = self._end is None and not at
         try:
-            answer = obstore.get(client, self._key, options=None if is_whole else {"range": span})
+            answer = obstore.get(client, self._key, options=None if is_entire else {"range": span})
         except failures.GenericError as error:
             # A range past the end has no error type of its own, so the size decides.
             if is_server_error(error):

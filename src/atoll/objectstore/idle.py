@@ -16,7 +16,7 @@ from atoll.core.stores import missing_keys
 # The first warning: longer than any request that works, shorter than a user's patience.
 FIRST_WARNING_S = 3.0
 GROWTH = 2.0  # each warning comes after twice the time of the one before
-LOOK_S = 0.5
+CHECK_S = 0.5
 # A slower upload is taken for an idle store. 256 kB/s is 2 Mbit/s, below any link that could carry
 # a round; a hanging request of 64 MB is then found after five minutes.
 MIN_BYTES_PER_S = 256e3
@@ -115,7 +115,7 @@ class IdleWatch:
     def _run(self) -> None:
         while True:
             self._wake.wait()
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
             with self._lock:
                 trackers = list(self._trackers)
                 self._trackers = {each for each in trackers if not each.is_over}

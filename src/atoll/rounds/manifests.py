@@ -88,8 +88,8 @@ class RunReader:
             yield from self._listed()
             return
         number = self.following
-        while (found := self._read(number)) is not None:
-            yield found
+        while (item := self._read(number)) is not None:
+            yield item
             number += 1
         if ahead > number:  # it is decided, and folded, or was since the listing
             yield from self._listed()
@@ -106,8 +106,8 @@ class RunReader:
         if until is None or until > first:
             yield from self._folded(first, until)
         for number in names:
-            if number >= first and (found := self._read(number)) is not None:
-                yield found
+            if number >= first and (item := self._read(number)) is not None:
+                yield item
 
     def _folded(self, first: int, until: int | None) -> Iterator[tuple[Manifest, None]]:
         for info in self._store.list(self._key("history")):

@@ -175,7 +175,7 @@ def test_one_question_to_the_backend_is_one_look(staged: Callable[[Body], None])
 def test_a_backend_is_asked_rarely_while_the_records_tell_all(
     staged: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded, "RELIST_LOOKS", 1_000_000)
+    monkeypatch.setattr(recorded, "RELIST_OBSERVATIONS", 1_000_000)
 
     async def body(stage: Stage) -> None:
         patient = stage.backend.timing._replace(heartbeat_timeout_s=60.0)

@@ -72,7 +72,7 @@ def test_a_request_that_hangs_is_warned_of(
 ) -> None:
     """A server that accepts and says nothing: nothing is raised while it is waited for."""
     monkeypatch.setattr(idle, "FIRST_WARNING_S", 0.01)
-    monkeypatch.setattr(idle, "LOOK_S", 0.01)
+    monkeypatch.setattr(idle, "CHECK_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for name, value in KEYS.items():
             monkeypatch.setenv(name, value)

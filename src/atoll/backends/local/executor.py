@@ -416,7 +416,7 @@ class LocalBackend(FolderLogs):
                     raise Permanent(f"all record of the ranks in {supervisor.directory} is lost")
             assigned = self._assigned.get(training.uid, 0)
             each = self._note_needs(training)
-            if desired.size > assigned + fitting(each, self._left()):
+            if desired.size > assigned + fitting(each, self._available()):
                 raise Temporary("another training took what is left", retry_after_s=0.1)
             share = self._share(training)
             devices = share and self._devices.assign(training.uid, desired.size, share)
@@ -675,7 +675,7 @@ class LocalBackend(FolderLogs):
             for uid, ranks in self._assigned.items()
         )
 
-    def _left(self) -> dict[str, int]:
+    def _available(self) -> dict[str, int]:
         """What nobody has. Less than nothing is left after a limit was lowered."""
         return {name: total - self._used(name) for name, total in self._limits.items()}
 
@@ -704,7 +704,7 @@ class LocalBackend(FolderLogs):
     def _turn_of(self, training: Training, assigned: int) -> tuple[int, str]:
         """How many ranks it may hold by now, and what it waits for if that is too few."""
         uid, world, share = training.uid, training.spec.world_size, self._share(training)
-        free, message, left = sys.maxsize, "", self._left()
+        free, message, left = sys.maxsize, "", self._available()
         for name, amount in self._each.get(uid, {}).items():
             if (fit := fitting({name: amount}, left)) < free:
                 limit = self._limits[name]
@@ -747,7 +747,7 @@ class LocalBackend(FolderLogs):
         return share is None or least * share.each <= len(share.of)
 
     def _free(self) -> Capacity:
-        return Capacity(self._left(), self._devices.free)
+        return Capacity(self._available(), self._devices.free)
 
     def _wake_next(self) -> None:
         """Has whoever may have more ranks now reconciled; how many wait behind costs nothing."""

@@ -28,7 +28,7 @@ from atoll.agent.process import (
     STACKS_S,
     TAKE_STACKS,
     failure_tail,
-    left_file,
+    leave_marker,
     own_record,
 )
 from atoll.agent.records import (
@@ -231,7 +231,7 @@ class Supervisor:
         """Kills a rank once its stacks are taken, or were not in time. One that has left well has
         time to end."""
         attempt = process.attempt
-        mark = left_file(str(self._directory / SOCKET), str(attempt.rank), str(attempt.attempt))
+        mark = leave_marker(str(self._directory / SOCKET), str(attempt.rank), str(attempt.attempt))
         if process.is_stopping and not process.has_left and os.path.exists(mark):
             process.has_left, process.kill_at = True, now + LEFT_S
             return

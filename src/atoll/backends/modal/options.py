@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.backends.base import StoreOptions, Word, separate_jobs
+from atoll.backends.base import StoreOptions, Unspaced, separate_jobs
 from atoll.backends.hardware import check_model, gpu_for, rows
 from atoll.core.checks import Pattern
 from atoll.core.errors import ValidationError
@@ -103,8 +103,8 @@ class ModalOptions(StoreOptions, frozen=True):
     secrets: list[ObjectName] = []  # by name: their values are variables of the ranks
     volumes: dict[MountPath, ObjectName] = {}  # path -> volume
     buckets: dict[MountPath, Bucket] = {}  # path -> bucket
-    region: Word | list[Word] | None = None
-    cloud: Word | None = None
+    region: Unspaced | list[Unspaced] | None = None
+    cloud: Unspaced | None = None
     gpu: str | None = None  # the model, for trainings that only say how many
     cpu: Annotated[float, Meta(ge=MIN_CPU, le=1024)] | None = None  # cores
     memory: Annotated[int, Meta(ge=MIN_MIB, le=10**8)] | None = None  # MiB

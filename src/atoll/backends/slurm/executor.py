@@ -174,13 +174,13 @@ class SlurmBackend(FolderBackend):
             if self._queue is not None and time.monotonic() < self._queue[0] + SHARED_S:
                 return self._queue[1]
             self._queue = None
-            asked_at = time.monotonic()
+            queried_at = time.monotonic()
             self.questions += 1
             tasks = read_queue(*await self._run(*SQUEUE))
             # A long queue is asked for less often: at most a fifth of the time.
-            took_s = time.monotonic() - asked_at
+            took_s = time.monotonic() - queried_at
             self.timing = self.timing._replace(observe_s=max(0.5, 4 * took_s))
-            self._queue = (asked_at, tasks)
+            self._queue = (queried_at, tasks)
             return tasks
 
     async def _ask_limits(self) -> None:

@@ -16,7 +16,7 @@ from atoll.core.spec import TrainingSpec
 
 Container = Literal["pyxis", "apptainer"]
 
-SbatchWord = Annotated[str, Pattern(r"[^\s'\"\\#;`$]+", "expected one word, as sbatch takes it")]
+SbatchValue = Annotated[str, Pattern(r"[^\s'\"\\#;`$]+", "expected one word, as sbatch takes it")]
 TIMES = r"(?i)\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE"
 Time = Annotated[str, Pattern(TIMES, "expected minutes, or [days-]hours:minutes:seconds")]
 AbsolutePath = Annotated[str, Pattern(r"[/~]\S*", "expected an absolute path without spaces")]
@@ -74,13 +74,13 @@ class SlurmOptions(BackendOptions, frozen=True):
 
     # That all hosts see under this path; unset: the state directory.
     folder: AbsolutePath | None = None
-    partition: SbatchWord | None = None
-    account: SbatchWord | None = None
-    qos: SbatchWord | None = None
-    constraint: SbatchWord | None = None
-    reservation: SbatchWord | None = None
+    partition: SbatchValue | None = None
+    account: SbatchValue | None = None
+    qos: SbatchValue | None = None
+    constraint: SbatchValue | None = None
+    reservation: SbatchValue | None = None
     time: Time | None = None  # as sbatch takes it: minutes, 12:00:00, 2-00:00:00
-    gres: SbatchWord | None = None  # beside the GPUs that a training asks for
+    gres: SbatchValue | None = None  # beside the GPUs that a training asks for
     gpu_types: dict[str, str] = {}  # gres types by GPU name; others are written in lower case
     sbatch: list[SbatchLine] = []  # more lines for sbatch, such as "--exclusive"
     prologue: list[Line] = []  # shell lines before each rank, such as "module load cuda"

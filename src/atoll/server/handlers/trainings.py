@@ -567,10 +567,10 @@ async def result(call: ApiCall) -> Answer:
     training = await call.training()
     executor = executor_of(training, call.plane)
 
-    found = await executor.result(training, query.rank)
-    if found is None:
+    stored = await executor.result(training, query.rank)
+    if stored is None:
         raise NotFound(f"result of rank {query.rank} of training", training.name)
-    return json_answer(report_of(query.rank, *found))
+    return json_answer(report_of(query.rank, *stored))
 
 
 def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:

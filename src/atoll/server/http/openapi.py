@@ -9,7 +9,7 @@ import msgspec
 
 from atoll import __version__
 from atoll.core.checks import ENV_PATTERN, NAME_PATTERN, RUN_ID_PATTERN
-from atoll.core.settings import GIVEN_NAME_PATTERN
+from atoll.core.settings import DISPLAY_NAME_PATTERN
 from atoll.core.spec import URI_PATTERN
 from atoll.core.text import QUANTITY_PATTERN
 from atoll.server.http.operations import SSE, Operation
@@ -52,7 +52,7 @@ _EVENT = {
 RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Resources", "cpu", _or_null(_QUANTITY)),
     ("Resources", "memory", _or_null(_QUANTITY)),
-    ("TrainingSpec", "name", {"pattern": GIVEN_NAME_PATTERN}),
+    ("TrainingSpec", "name", {"pattern": DISPLAY_NAME_PATTERN}),
     ("TrainingSpec", "runId", _or_null({"type": "string", "pattern": RUN_ID_PATTERN})),
     ("TrainingSpec", "executor", _or_null({"type": "string", "pattern": NAME_PATTERN})),
     ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
@@ -120,7 +120,7 @@ def _operation(
 def _parameters(op: Operation) -> list[dict[str, Any]]:
     parameters: list[dict[str, Any]] = []
     if op.has_name:
-        label = {"type": "string", "pattern": GIVEN_NAME_PATTERN}
+        label = {"type": "string", "pattern": DISPLAY_NAME_PATTERN}
         parameters.append({"name": "name", "in": "path", "required": True, "schema": label})
     for name, header in op.headers.items():
         schema = {"type": "string", "pattern": header.pattern}

@@ -69,7 +69,7 @@ class Comparison(Model, frozen=True, omit_defaults=False):
 async def compare(call: ApiCall) -> Answer:
     query: CompareQuery = call.query
     names = list(dict.fromkeys(query.t))
-    found: list[Training] = []
+    trainings: list[Training] = []
     missing: list[str] = []
     for name in names[:MAX_RUNS]:
         try:
@@ -77,9 +77,9 @@ async def compare(call: ApiCall) -> Answer:
         except (NotFound, ValidationError):
             missing.append(name)
             continue
-        found.append(with_staleness(training, call.plane.setup.stale()))
+        trainings.append(with_staleness(training, call.plane.setup.stale()))
     runs = await asyncio.to_thread(
-        lambda: [_run(training, call.plane.metrics, query) for training in found]
+        lambda: [_run(training, call.plane.metrics, query) for training in trainings]
     )
     now = call.plane.clock().wall
     return json_answer(Comparison(runs=runs, missing=missing, left_out=names[MAX_RUNS:], now=now))
@@ -87,7 +87,7 @@ async def compare(call: ApiCall) -> Answer:
 
 def _run(training: Training, metric_store: MetricStore | None, query: CompareQuery) -> ComparedRun:
     spec = spec_of(training)
-    words = [*(spec.pop("command", None) or ()), *(spec.pop("args", None) or ())]
+    argv = [*(spec.pop("command", None) or ()), *(spec.pop("args", None) or ())]
     for name in ("name", "displayName", "settings"):
         spec.pop(name, None)
     metrics: dict[str, ComparedMetric] = {}
@@ -101,7 +101,7 @@ def _run(training: Training, metric_store: MetricStore | None, query: CompareQue
         name=training.name,
         row=row_of(training),
         settings={name: setting_text(value) for name, value in training.settings.items()},
-        fields={"command": " ".join(program_of(words)), **flatten(spec)},
+        fields={"command": " ".join(program_of(argv)), **flatten(spec)},
         metrics=metrics,
         line=line,
     )
@@ -135,15 +135,17 @@ def _line(placed: PlacedSeries, axis: Axis) -> ComparedLine | None:
     return ComparedLine(at=[at - origin for at in band.at], mean=band.mean, unplaced=band.unplaced)
 
 
-def program_of(words: Sequence[str]) -> list[str]:
+def program_of(argv: Sequence[str]) -> list[str]:
     """A command without its flags and their values: those are settings."""
     program: list[str] = []
     is_value = False  # the next word may be the value of a flag
-    for word in words:
-        is_flag = word.startswith("-") and not word[1:2].isdigit() and word.strip("-") != ""
-        if not is_flag and not is_value and "=" not in word:
-            program.append(word)
-        is_value = is_flag and "=" not in word
+    for argument in argv:
+        is_flag = (
+            argument.startswith("-") and not argument[1:2].isdigit() and argument.strip("-") != ""
+        )
+        if not is_flag and not is_value and "=" not in argument:
+            program.append(argument)
+        is_value = is_flag and "=" not in argument
     return program
 
 
