@@ -24,7 +24,7 @@ from atoll.core.executors import LOCAL
 from atoll.core.model import Model
 from atoll.core.phase import describe_reason
 from atoll.core.ranks import attempts_of
-from atoll.core.settings import parse_value, setting_text
+from atoll.core.settings import MAX_DISPLAY_CHARS, parse_value, setting_text
 from atoll.core.spec import BenchSpec, TrainingSpec
 from atoll.core.status import (
     AttemptStatus,
@@ -74,6 +74,7 @@ SECTIONS = {"resources": "", "rendezvous": "rendezvous_"}
 # Fields without an option of their own: the name, what runs, and what the user does not set.
 _NOT_OPTIONS = (
     "name",
+    "display_name",
     "world_size",
     "command",
     "args",
@@ -275,7 +276,7 @@ def page_of(
     """`attempts` are those that have a successor. `metrics` is None where none are stored."""
     status = training.status
     lines = rank_lines(status, attempts)
-    again = f"{training.name[:61].rstrip('-')}-2"
+    again = f"{training.display_name[: MAX_DISPLAY_CHARS - 2]}-2"
     odd, is_large = _odd_lines(lines), len(lines) > MAX_LINES
     return TrainingPage(
         row=row_of(training),
@@ -435,9 +436,8 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
     lines: list[TimelineEntry] = []
     if status.started_at is not None:
         size = training.spec.world_size.target
-        lines.append(
-            TimelineEntry(at=status.started_at, kind="running", text=f"First of {size} ranks ran")
-        )
+        text = f"The first of {size} ranks started" if size > 1 else "Rank 0 started"
+        lines.append(TimelineEntry(at=status.started_at, kind="running", text=text))
     if status.last_resize is not None:
         resize = status.last_resize
         text = f"Scaled {resize.from_target} → {resize.to_target}"

@@ -144,6 +144,18 @@ def test_a_command_that_is_pasted_makes_the_same_training(
     assert pasted_shell(text, monkeypatch) == replace(spec, name="again", command=whole, args=[])
 
 
+def test_a_name_that_is_no_dns_label_is_pasted_as_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = replace(BASE, name="train-lr0.1")
+    assert named.name == "train-lr0-1"
+    for text in (python_of(named, "train-lr0.1-2"), shell_of(named, "train-lr0.1-2")):
+        assert "train-lr0.1-2" in text
+        assert "display_name" not in text
+    again = pasted_shell(shell_of(named, "train-lr0.1-2"), monkeypatch)
+    assert (again.name, again.display_name) == ("train-lr0-1-2", "train-lr0.1-2")
+
+
 def test_what_cannot_be_pasted_is_not_shown() -> None:
     shipped = replace(BASE, command=None, source=Source(kind="script", content=b"pass"))
     assert (shell_of(shipped, "a"), python_of(shipped, "a")) == ("", "")
