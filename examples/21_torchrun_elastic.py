@@ -4,7 +4,7 @@ python examples/21_torchrun_elastic.py
 
 Each rank is a torchrun agent of one process. They meet where atoll says (BASILICA_RDZV_ENDPOINT),
 for as many nodes as the world may have. When a third one joins, torchrun starts its workers again,
-now as three, and the script goes on from what it saved.
+as three, and the script continues from its checkpoint.
 """
 
 import os
@@ -27,9 +27,9 @@ def train(place: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     saved = place / "step"
     step = torch.tensor(int(saved.read_text()) if saved.exists() else 0)
-    dist.broadcast(step, src=0)  # all go on from where rank 0 was
-    print(f"world {world}: rank {rank} goes on from step {step}", flush=True)
-    # The last steps are for three: until they are there, two wait.
+    dist.broadcast(step, src=0)  # all continue from the step of rank 0
+    print(f"world {world}: rank {rank} continues from step {step}", flush=True)
+    # The last steps need three workers: until the third has joined, two wait.
     while step < STEPS or world < 3:
         total = torch.tensor(rank)
         dist.all_reduce(total)

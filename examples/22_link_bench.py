@@ -1,9 +1,9 @@
-"""A training whose link between two hosts is measured as it starts.
+"""A training that measures the link between two of its hosts when it starts.
 
 python examples/22_link_bench.py
 
-The measurement runs beside the ranks, or before them with `bench_require_gbps`: a link that is
-slower then stops the training before it costs anything. On one machine it is the loopback.
+The measurement runs while the ranks run. With `bench_require_gbps`, it runs before them, and a
+slower link ends the training before it costs anything. On one machine, it measures the loopback.
 """
 
 import time

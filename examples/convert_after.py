@@ -1,8 +1,8 @@
-"""`convert_before.py` with DiLoCo. Lines that changed say why; docs/convert.md says it at length.
+"""`convert_before.py` with DiLoCo. Comments say why lines changed; docs/convert.md explains it.
 
 python examples/convert_after.py                                # one replica
-atoll run -n 4 -- python examples/convert_after.py              # four; kill any of them
-atoll run -n 4 --run-id exp-7 -- python examples/convert_after.py       # and again: it goes on
+atoll run --replicas 4 examples/convert_after.py                  # four; kill any of them
+atoll run --replicas 4 --run-id exp-7 examples/convert_after.py   # the same command resumes
 """
 
 import math
@@ -24,11 +24,11 @@ schedule = torch.optim.lr_scheduler.LambdaLR(
     inner, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(step, STEPS) / STEPS)
 )
 
-# The schedule follows the run's step, which a replica that is started again has from its peers.
+# The schedule follows the step of the run, which a restarted replica gets from its peers.
 with DiLoCo(model, inner, sync_every=20, scheduler=schedule) as diloco:
-    # The run is in the store; this keeps each replica's AdamW and random numbers there, too.
+    # The run is in the store; this also stores each replica's AdamW and random state there.
     diloco.checkpoint(inner=True)
-    # Each sample is trained on once, by one replica, whoever comes and goes.
+    # Each sample is trained on once, by one replica, whichever replicas die or join.
     data = diloco.data(dataset, seed=0, epochs=10, batch=BATCH)
     loader = data.loader(DataLoader(dataset, batch_sampler=data.sampler))
     # `until` counts the run's steps, so all replicas end together.

@@ -25,7 +25,7 @@ FINAL = re.compile(r"validation loss ([\d.]+) after round (\d+), (\d+) bytes up"
 
 
 def train(last_round: Path) -> None:
-    """What each rank runs. It ends with the round that the file names, once there is one."""
+    """What each rank runs, up to the round that the file names once it exists."""
     import torch
     from diloco_gpt import GPT, Text, validate
 
@@ -40,13 +40,13 @@ def train(last_round: Path) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses: list[float] = []
 
-    def told(report) -> None:
+    def print_round(report) -> None:
         members = " ".join(map(str, report.members))
         mean = sum(losses) / len(losses)
         losses.clear()
         print(f"round {report.round} members {members} loss {mean:.3f}", flush=True)
 
-    with DiLoCo(model, inner, sync_every=20, outer_momentum=0.5, on_round=told) as diloco:
+    with DiLoCo(model, inner, sync_every=20, outer_momentum=0.5, on_round=print_round) as diloco:
         dice = torch.Generator().manual_seed(10_000 * diloco.config.rank + diloco.round)
         while not is_over(diloco.round):
             loss = model.loss(text.batch(text.train, 8, dice))
@@ -60,7 +60,7 @@ def train(last_round: Path) -> None:
 
 
 class Story:
-    """What happened, as it happens; and what the ranks said, to wait for."""
+    """Prints what happens, and collects the lines of the ranks that the demo waits for."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()

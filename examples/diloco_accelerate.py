@@ -1,9 +1,9 @@
 """An Accelerate loop as DiLoCo: the two lines are `with DiLoCo(...)` and the end of the loop.
 
     python examples/diloco_accelerate.py                                          # alone
-    atoll run --replicas 2 -- python examples/diloco_accelerate.py      # two replicas
+    atoll run --replicas 2 examples/diloco_accelerate.py                          # two replicas
 
-Without `--rendezvous none` Accelerate would join all replicas by DDP; DiLoCo refuses that.
+With `-n 2` instead, Accelerate would join both replicas by DDP, which DiLoCo refuses.
 """
 
 import os

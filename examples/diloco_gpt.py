@@ -1,7 +1,7 @@
 """A small GPT on the bytes of Python's own standard library: nothing to download.
 
     python examples/diloco_gpt.py                               # one replica, no store
-    atoll run -n 4 -- python examples/diloco_gpt.py             # four, through a store
+    atoll run --replicas 4 examples/diloco_gpt.py               # four, through a store
     WIDTH=256 DEPTH=6 ROUNDS=200 CODEC=e3m0 python examples/diloco_gpt.py
 
 Settings, all from the environment: ROUNDS, SYNC_EVERY, BATCH, CONTEXT, WIDTH, DEPTH, HEADS, LR,
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.byte.weight
-        std = 0.5 / width**0.5  # the usual 0.02 is for widths of 600: here it would learn for long
+        std = 0.5 / width**0.5  # the usual 0.02 is for widths of 600, and would learn slowly here
         for name, value in self.named_parameters():
             if value.dim() > 1:
                 deep = name.endswith(("out.weight", "down.weight"))

@@ -1,5 +1,5 @@
 """The outer loop in a dozen lines. Alone: `python examples/diloco_minimal.py`. Four replicas:
-`atoll run -n 4 -- python examples/diloco_minimal.py`."""
+`atoll run --replicas 4 examples/diloco_minimal.py`."""
 
 import torch
 

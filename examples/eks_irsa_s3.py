@@ -1,16 +1,16 @@
-"""DiLoCo replicas on EKS that meet in an S3 bucket, with rights of IRSA or Pod Identity.
+"""DiLoCo replicas on EKS that meet in an S3 bucket, with the rights of IRSA or Pod Identity.
 
 BUCKET=my-bucket IMAGE=123.dkr.ecr.eu-west-1.amazonaws.com/train:1 python examples/eks_irsa_s3.py
 
-The replicas need no network to each other: they exchange through the bucket. Its rights are those
-of the service account; there are no keys in the image or in this script. Once:
+The replicas need no network to each other: they exchange their work through the bucket. They have
+the rights of the service account; no keys are in the image or in this script. Set up once:
 
     eksctl create iamserviceaccount --cluster my-cluster --namespace training --name trainer \\
         --attach-policy-arn arn:aws:iam::123:policy/train-bucket --approve
 
 The policy needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject, s3:DeleteObject on
-what is in it. `--dry-run` prints what would be created, for `kubectl create --dry-run=server`.
-The command is of the image; there, DiLoCo finds its place and the store by itself:
+its objects. `--dry-run` prints what would be created, for `kubectl create --dry-run=server`.
+The command runs in the image, where DiLoCo finds its rank and the store by itself:
 
     with DiLoCo(model, inner, sync_every=500) as diloco: ...
 """
@@ -52,7 +52,7 @@ if "--dry-run" in sys.argv:
     raise SystemExit
 
 handles = executor.launch_replicas(**launch)
-print("launched:", handles[0].to_json())  # any process can go on with these
+print("launched:", handles[0].to_json())  # any process can use these handles
 while any(executor.poll(handle) in ("pending", "running") for handle in handles):
     time.sleep(30)
     print({handle.rank: executor.poll(handle) for handle in handles}, flush=True)

@@ -1,9 +1,9 @@
-"""Work that any number of ranks share: ranks come, go and fall, and every item is done once.
+"""Work that any number of ranks share: ranks may die, leave and join, and every item is done once.
 
 python examples/elastic.py
 
 Ranks claim numbered items in a directory, as replicas would in an object store. One rank is
-killed half-way and started again, two more join, and nobody else notices.
+killed half-way and restarted, and two more join; the others keep working.
 """
 
 import os
@@ -17,7 +17,7 @@ ITEMS = 60
 
 
 def work(place: Path) -> None:
-    """What each rank runs: its own unfinished item first, then whatever is not claimed."""
+    """What each rank runs: first its own unfinished item, then any that nobody has claimed."""
     rank = os.environ["RANK"]
     for item in range(ITEMS):
         claim, done = place / f"{item}.claim", place / f"{item}.done"

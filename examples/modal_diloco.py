@@ -1,11 +1,11 @@
-"""Three DiLoCo replicas on Modal that meet in an S3 bucket. One is killed, and comes back.
+"""Three DiLoCo replicas on Modal that meet in an S3 bucket. One is killed and restarts.
 
 STORE=s3://my-bucket/runs SECRET=aws IMAGE=ghcr.io/me/train:1 python examples/modal_diloco.py
 
-Sandboxes of Modal do not reach each other: what the replicas exchange goes through the bucket, and
-so do the records of how each ended. `SECRET` names a secret of Modal with AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY and AWS_REGION; this machine needs the same rights. The image has Python of
-the same version, torch and atoll[store].
+Modal Sandboxes cannot reach each other: the replicas exchange their work through the bucket, and
+the records of how each ended are there, too. `SECRET` names a secret of Modal with
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION; this machine needs the same rights. The
+image needs the same version of Python, torch and atoll[store].
 """
 
 import os
@@ -29,18 +29,18 @@ def train(rounds: int, step_s: float, rendezvous_uri: str) -> dict[str, object]:
     model = torch.nn.Linear(8, 1)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = os.environ["ATOLL_ATTEMPT"] == "0"
-    # Rounds here last seconds: who is late for one is waited for as long, and no longer.
+    # Rounds here last seconds, so a round waits seconds for a late replica.
     with DiLoCo(model, inner, sync_every=10, outer_momentum=0.5, grace_s=2.0) as diloco:
         dice = torch.Generator().manual_seed(diloco.config.rank)
         while diloco.round < rounds:
             if diloco.config.rank == 1 and first and diloco.round == 2:
-                os.kill(os.getpid(), signal.SIGKILL)  # as a machine that goes away would
+                os.kill(os.getpid(), signal.SIGKILL)  # as if the machine were lost
             x = torch.randn(32, 8, generator=dice)
             loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
             loss.backward()
             inner.step()
             inner.zero_grad()
-            time.sleep(step_s)  # a model worth the money takes longer
+            time.sleep(step_s)  # a real model takes longer
             print(f"round {diloco.round} loss {loss.item():.4f}", flush=True)
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return {"loss": round(loss.item(), 4), "weights": hashlib.sha256(weights).hexdigest()[:12]}

@@ -1,8 +1,7 @@
-"""Optuna proposes, atoll trains: batches of trials as trainings, four at a time.
+"""Optuna proposes trials, and atoll runs each as a training, four at a time.
 
-Run it: pip install optuna, then python examples/optuna_sweep.py
-Interrupted with Ctrl-C and started again, it goes on: the study is in a file, and what was trained
-is not trained twice.
+pip install optuna, then python examples/optuna_sweep.py
+After Ctrl-C, the same command continues: the study is in a file, and no trial is trained twice.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ ROUNDS, AT_ONCE = int(os.environ.get("ROUNDS", "5")), 4
 
 
 def train(lr: float, width: int) -> float:
-    """Stands for a training; what it returns is minimised."""
+    """Stands for a training. Optuna minimises what it returns."""
     return (lr - 0.1) ** 2 + (width - 24) ** 2 / 1e4
 
 
 def main() -> None:
-    import optuna  # imported here: ranks run `train` and need none of it
+    import optuna  # imported here, because ranks run `train` and do not need it
 
     study = optuna.create_study(
         study_name="atoll",
@@ -39,7 +38,7 @@ def main() -> None:
 
 
 def settle(study: Any, settings: dict[int, dict[str, Any]]) -> None:
-    """Trains with each of the settings, and tells the study, by the number of the trial."""
+    """Train with each of the settings, and report the results to the study by trial number."""
     rows = atoll.Client().map(train, settings.values(), concurrency=AT_ONCE)
     for number, row in zip(settings, rows, strict=True):
         study.tell(number, row.result, skip_if_finished=True)  # None: the trial failed

@@ -3,9 +3,9 @@
 ROLE=arn:aws:iam::123456789012:role/trainer STORE=s3://my-bucket/runs \\
     IMAGE=123456789012.dkr.ecr.eu-west-1.amazonaws.com/train:1 python examples/sagemaker_diloco.py
 
-Training jobs do not reach each other: what the replicas exchange goes through the bucket, and so do
-the records of how each ended. The image has Python of the same version, torch and atoll[store]; the
-role may read and write the bucket, and so may this machine.
+Training jobs cannot reach each other: the replicas exchange their work through the bucket, and the
+records of how each ended are there, too. The image needs the same version of Python, torch and
+atoll[store]; the role and this machine need the right to read and write the bucket.
 """
 
 import os
@@ -32,7 +32,7 @@ def train(rounds: int, rendezvous_uri: str) -> dict[str, object]:
         dice = torch.Generator().manual_seed(diloco.config.rank)
         while diloco.round < rounds:
             if diloco.config.rank == 1 and first and diloco.round == 2:
-                os.kill(os.getpid(), signal.SIGKILL)  # as an instance that goes away would
+                os.kill(os.getpid(), signal.SIGKILL)  # as if the instance were lost
             x = torch.randn(32, 8, generator=dice)
             loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
             loss.backward()

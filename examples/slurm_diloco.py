@@ -1,10 +1,10 @@
-"""Three DiLoCo replicas under Slurm that meet in an S3 bucket. One is killed, and comes back.
+"""Three DiLoCo replicas under Slurm that meet in an S3 bucket. One is killed and restarts.
 
 STORE=s3://my-bucket/runs PARTITION=gpu GPU=A100 SBATCH=--mem=32G python examples/slurm_diloco.py
 
-The replicas need no network to each other, and may run in several partitions or clusters. What they
-exchange goes through the bucket; the records of how each ended are in FOLDER, which all hosts see.
-The hosts have the Python of this machine, with torch and atoll[store], and its AWS variables.
+The replicas need no network to each other, and may run in several partitions or clusters. They
+exchange their work through the bucket; the records of how each ended are in FOLDER, which all hosts
+see. The hosts need the Python of this machine with torch and atoll[store], and its AWS variables.
 """
 
 import os
@@ -32,13 +32,13 @@ def train(rounds: int, step_s: float, rendezvous_uri: str) -> dict[str, object]:
         dice = torch.Generator().manual_seed(diloco.config.rank)
         while diloco.round < rounds:
             if diloco.config.rank == 1 and first and diloco.round == 2:
-                os.kill(os.getpid(), signal.SIGKILL)  # as a host that goes away would
+                os.kill(os.getpid(), signal.SIGKILL)  # as if the host were lost
             x = torch.randn(32, 8, generator=dice)
             loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
             loss.backward()
             inner.step()
             inner.zero_grad()
-            time.sleep(step_s)  # a model worth a cluster takes longer
+            time.sleep(step_s)  # a real model takes longer
             print(f"round {diloco.round} loss {loss.item():.4f}", flush=True)
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return {"loss": round(loss.item(), 4), "weights": hashlib.sha256(weights).hexdigest()[:12]}

@@ -1,4 +1,4 @@
-"""Plain torch.distributed, as it is written for torchrun: atoll sets the same variables.
+"""Plain torch.distributed, as for torchrun: atoll sets the same variables.
 
 atoll run -n 4 -- python examples/torch_distributed.py
 """

@@ -2,9 +2,9 @@
 
     python examples/weights_rl.py [URI]
 
-The trainer publishes its policy after every step; rollout workers follow it, act with it and hand
-in episodes. One worker is killed, and so is the trainer: its successor goes on from the channel.
-The reward rises from 0.1 to above 0.8 within two minutes on a laptop.
+The trainer publishes its policy after every step; rollout workers follow it, act with it and
+upload episodes. The example kills one worker and the trainer, whose successor continues from the
+channel. The reward rises from 0.1 to above 0.8 within two minutes on a laptop.
 """
 
 import os

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import inspect
 import io
 import keyword
 import re
@@ -12,6 +13,8 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+import atoll
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "atoll").rglob("*.py"))
@@ -163,7 +166,8 @@ SCRIPT_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"|`[^`]*`')
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Pages without code, and what the command, the page, errors, events and logs say."""
+    """Pages without code, and what the command, the page, errors, events, logs, `help()`, examples
+    and `kubectl explain` say."""
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         yield page.name, CODE.sub("", FAULTS.sub("", page.read_text()))
     # In a process of its own: click keeps the help option that a command had when first called.
@@ -172,8 +176,24 @@ def texts() -> Iterator[tuple[str, str]]:
     yield "atoll --help", made.stdout
     for script in (ROOT / "src/atoll/server/ui/static").glob("*.js"):
         yield script.name, "\n".join(SCRIPT_TEXT.findall(script.read_text()))
+    shipped = (ROOT / "deploy").rglob("*.yaml"), (ROOT / "examples").glob("*.py")
+    pages = (ROOT / "src/atoll").rglob("*.html")
+    for path in (*pages, *(each for kind in shipped for each in kind)):
+        yield path.name, path.read_text()
+    for name in atoll.__all__:
+        public = getattr(atoll, name)
+        yield f"help(atoll.{name})", "\n".join(docstrings(public))
     for path in SOURCES:
         yield str(path.relative_to(ROOT)), "\n".join(messages(path))
+
+
+def docstrings(public: object) -> Iterator[str]:
+    """What `help` prints of a name and of its public members."""
+    yield inspect.getdoc(public) or ""
+    members = vars(public).items() if inspect.isclass(public) else ()
+    for name, member in members:
+        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+            yield inspect.getdoc(member) or ""
 
 
 def messages(path: Path) -> Iterator[str]:

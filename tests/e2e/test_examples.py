@@ -58,7 +58,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         "21_torchrun_elastic.py",
         [PY],
         [
-            "world 2: rank 0 goes on from step 0",
+            "world 2: rank 0 continues from step 0",
             "two train; scaling to three",
             "WorldStatus(ready=3, target=3, min=2, max=3, below_minimum=False)",
             *(f"world 3: rank {rank} is done" for rank in range(3)),

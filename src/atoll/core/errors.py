@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class AtollError(Exception):
-    """The root of every error that atoll raises on purpose."""
+    """Base class of all errors that atoll raises on purpose."""
 
     hint: str | None = None  # what to do about it, if whoever raised it knows
 
@@ -73,11 +73,11 @@ class NotFound(AtollError):
 
 
 class Conflict(AtollError):
-    """Somebody else changed it first, or the name is taken."""
+    """Somebody else changed it first, the name is in use, or its state does not allow it."""
 
 
 class Gone(AtollError):
-    """The log of changes begins after this version."""
+    """The server no longer has the changes since this version."""
 
     def __init__(self, version: int, oldest: int) -> None:
         super().__init__(
@@ -91,7 +91,7 @@ class Gone(AtollError):
 
 
 class Denied(AtollError):
-    """No token was given, or it may not do this."""
+    """The token is missing or unknown, or it does not allow this."""
 
 
 class RankError(AtollError):
@@ -103,11 +103,11 @@ class ResultError(AtollError, ValueError):
 
 
 class DistributedError(AtollError):
-    """The root of errors about the world of a training."""
+    """Base class of errors about the world of a training."""
 
 
 class BelowMinimumWorld(DistributedError):
-    """The world did not reach the size that was waited for, or did not keep it."""
+    """The world did not reach the size that the caller waited for, or the training failed."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class BelowMinimumWorld(DistributedError):
 
 
 class UDTerminalState(DistributedError):
-    """The training is over, so this cannot be done to it."""
+    """The training has ended, so this is not possible."""
 
     def __init__(self, phase: str, requested_target: int | None = None, message: str = "") -> None:
         refusal = "" if requested_target is None else f", cannot scale to {requested_target}"
@@ -153,7 +153,7 @@ class WorldSizeOutOfBounds(DistributedError):
 
 
 class BackendError(AtollError):
-    """The backend that runs ranks, or the store that keeps trainings, refused or failed."""
+    """The backend of an executor, or the store of trainings, refused or failed."""
 
 
 class Temporary(BackendError):

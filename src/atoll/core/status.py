@@ -111,7 +111,7 @@ class RankStatus(Model, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        """It runs and is to go on, or it has exited 0."""
+        """Whether it runs and nothing has asked it to stop, or it has exited 0."""
         return self.phase == "Succeeded" or (self.phase == "Running" and not self.is_stopping)
 
 

@@ -132,18 +132,18 @@ class _Stream:
 class ObjectStoreAllReduce:
     """Averages lists of tensors over the replicas of a run.
 
-    `allreduce` must be called by every replica, with tensors of the same shapes and types. When
-    a replica is missing, the others wait for the grace and continue if there are `min_replicas`.
-    The default for that is half of a launch, $ATOLL_WORLD_MIN in a training, else half of
-    the world, rounded up. The first round waits, until its timeout, for $ATOLL_STARTED_TOGETHER
-    replicas, unless `grace_s` or `min_replicas` is given; it needs more than half of a launch.
+    Every replica calls `allreduce` with tensors of the same shapes and types. When a replica is
+    missing, the others wait `grace_s` and continue if there are `min_replicas`: by default half of
+    a launch, $ATOLL_WORLD_MIN in a training, else half of the world, rounded up. The first round
+    waits, until its timeout, for $ATOLL_STARTED_TOGETHER replicas, unless `grace_s` or
+    `min_replicas` is given; it needs more than half of a launch.
 
     A run is a URI together with `run_id` (default $ATOLL_RUN_ID, $ATOLL_UID, else "run"). A process
     that joins a run with committed rounds continues with the next one, so a restarted replica
     needs nothing but the same arguments. Independent runs need their own URI or id.
 
-    What a replica uploads counts once: values that are too late for a round, and what a lossy codec
-    dropped, are part of its next call.
+    What a replica uploads counts once: its next call includes values that were too late for a
+    round, and what a lossy codec dropped.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ObjectStoreAllReduce:
 
     @property
     def round(self) -> int | None:
-        """The round that the next `allreduce` does; None until the store was asked."""
+        """The round of the next `allreduce`; None before the first access to the store."""
         stream = next(iter(self._streams.values()), None)
         return self._first_round if stream is None else stream.driver.round + stream.offset
 

@@ -36,7 +36,7 @@ def mesh_wait(timeout: float = 60) -> None:
     """Return when this host's network is ready, known to be degraded, or `timeout` has passed.
 
     Call it before `torch.distributed.init_process_group()`. It never raises; `mesh_status()` says
-    which it was. Without a host name or an endpoint in the environment it returns at once.
+    which it was. Without a host name or an endpoint in the environment, it returns at once.
     """
     global _last
     host = next((value for name in HOST_NAMES if (value := os.environ.get(name))), "")

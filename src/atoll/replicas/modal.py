@@ -106,7 +106,7 @@ class ModalSpawnExecutor:
         return self._report(handle)["status"]  # type: ignore[no-any-return]
 
     def stream_logs(self, handle: ReplicaHandle, n_lines: int = 200) -> str:
-        """A placeholder: Modal shows the logs of functions on its page."""
+        """Return a placeholder: Modal shows the logs of functions on its page."""
         check_int("n_lines", n_lines, 1, 10_000_000)
         self._call_of(handle)
         return NO_LOGS

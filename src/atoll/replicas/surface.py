@@ -319,7 +319,7 @@ class ReplicaSurface:
         return [self._report(gang, handle, timeout) for gang, handle in pairs]
 
     def close(self) -> None:
-        """Stops everything that was launched here and removes it. What was attached goes on."""
+        """Stop and remove everything that was launched here. Attached launches keep running."""
         if self._is_own():
             for plane in self._planes.values():
                 plane.close()

@@ -209,15 +209,15 @@ class Client:
         allow_pickle: bool = False,
         **options: Unpack[DeployOptions],
     ) -> Sweep:
-        """Calls `function(**setting)` for each of the settings, each as a training of its own, at
-        most `concurrency` of them at once (as many as there are CPUs). Returns when all are over.
+        """Call `function(**setting)` for each of the settings, each as a training of its own, at
+        most `concurrency` of them at once (default: the number of CPUs). Returns when all ended.
 
-        Rows have `result`, `error` and `training`; `print` shows a table. The same call made again,
-        after Ctrl-C say, continues: what has succeeded or runs is not run again, what failed is.
-        The trainings have the arguments as settings and one label `group`: `atoll ps --group` shows
-        them. With other code of the function or another `name` all are new. With `allow_pickle`
-        results travel as pickles, which can run any code here. `options` are those of
-        `deploy_distributed`.
+        Rows have `result`, `error` and `training`; `print` shows a table. The same call again, for
+        example after Ctrl-C, continues: it keeps what succeeded or still runs, and runs again what
+        failed. The arguments are the settings of the trainings, and all have one label `group`:
+        `atoll ps --group` lists them. If the code of the function or `name` changes, all start
+        again. With `allow_pickle`, results travel as pickles, which can run any code here.
+        `options` are those of `deploy_distributed`.
         """
         sweeping = self._sweeping(function, settings, concurrency, name, options, allow_pickle)
         try:
@@ -268,7 +268,7 @@ class Client:
         return sweeping
 
     def get(self, name: str) -> DistributedTraining:
-        """The handle of an existing training. Raises NotFound."""
+        """Return the handle of an existing training. Raises NotFound."""
         return DistributedTraining(self, self.run(flows.get(name_label("name", name))))
 
     async def get_async(self, name: str) -> DistributedTraining:
@@ -284,7 +284,7 @@ class Client:
         metrics: flows.Conditions = None,
         sort: str | None = None,
     ) -> Trainings:
-        """Trainings, sorted by name unless `sort` says otherwise; the other options narrow it.
+        """List trainings, by default sorted by name. The options other than `sort` filter them.
 
         `labels`, `settings` and `metrics` are a dict of values, or conditions such as
         `["lr>=0.1", "width"]`; of a metric `loss<2` tests the newest value, `min:loss<2` and
@@ -322,7 +322,7 @@ class Client:
         return HtmlList(handles, trainings_html)
 
     def executors(self) -> Executors:
-        """Executors that trainings can run on, and whether each is reachable now."""
+        """List the executors, and whether each is reachable now."""
         return self.run(flows.executors()).items
 
     async def executors_async(self) -> Executors:
@@ -336,9 +336,9 @@ class Client:
         memory: str | None = None,
         executor: str = "local",
     ) -> Executors:
-        """Changes what ranks of this machine may ask for in all; what is None stays as it is.
+        """Set what all ranks on this machine together may ask for; None leaves a limit as it is.
 
-        The control plane keeps it over a restart. Ranks that run stay.
+        The limits survive a restart of the control plane. Running ranks keep running.
         """
         limits = Limits(slots=slots, cpu=cpu, memory=memory)
         return self.run(flows.set_limits(name_label("executor", executor), limits)).items
@@ -355,7 +355,7 @@ class Client:
         return (await self.arun(flows.set_limits(name_label("executor", executor), limits))).items
 
     def close(self) -> None:
-        """Closes the connections; a private control plane ends, with its trainings."""
+        """Close the connections. A private control plane ends with its trainings."""
         self.wire.close()
         self.endpoint.close()
 

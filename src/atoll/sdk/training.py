@@ -84,8 +84,8 @@ class DistributedTraining:
     def show(self, *, wait: bool = False) -> None:
         """Show the training in a notebook and update the view until the training ends.
 
-        Returns at once, with `wait` at the end. Outside of notebooks it prints a line, with `wait`
-        each change. It does not raise if the training fails: `result()` does.
+        Returns at once, or at the end with `wait`. Outside of notebooks it prints one line, or
+        with `wait` a line for each change. If the training fails, `result()` raises; this does not.
         """
         from atoll.sdk import notebook
 
@@ -100,7 +100,7 @@ class DistributedTraining:
 
     @property
     def name(self) -> str:
-        """As it was given."""
+        """Its name, as you gave it."""
         return self.last.display_name
 
     @property
@@ -109,7 +109,7 @@ class DistributedTraining:
 
     @property
     def settings(self) -> Settings:
-        """What was varied: flags of the command, `settings=` and `atoll.report_settings`."""
+        """What you vary: flags of the command, `settings=` and `atoll.report_settings`."""
         return self._now().settings
 
     @property
@@ -143,7 +143,7 @@ class DistributedTraining:
 
     @property
     def root_cause(self) -> RankExit | None:
-        """The exit that brought the training down, with the last lines of that rank's log."""
+        """The exit that made the training fail, with the last lines of that rank's log."""
         return self._now().status.root_cause
 
     @property
@@ -168,7 +168,7 @@ class DistributedTraining:
     @property
     def warnings(self) -> list[str]:
         """What is wrong with how it trains: the same batches in two replicas, a rank that is absent
-        from rounds, and so on. Read after the end too: ranks report last then."""
+        from rounds, and so on. Read it after the end, too: ranks report at their end."""
         with contextlib.suppress(NotFound):
             self.refresh()
         return list(self.last.status.warnings)
@@ -220,7 +220,7 @@ class DistributedTraining:
         """Wait for the end and return what the function returned on rank 0, or what its program
         set last with `atoll.set_result`; None if it set nothing.
 
-        Like the result of a future it is the same before, during and after the end. Raises
+        It is the same before, during and after the end, like the result of a future. Raises
         BelowMinimumWorld if the training does not succeed, and ResultError if the result could not
         be sent or read. Pickles are opened only with `allow_pickle`: they can run any code here.
         """
@@ -247,9 +247,9 @@ class DistributedTraining:
         *,
         rank: int | None = None,
     ) -> MetricTable:
-        """What the ranks reported with `atoll.report`, as columns: all of it, or these names.
+        """What the ranks reported with `atoll.report`, as columns: all metrics, or these names.
 
-        With `since` (a time, or seconds since the epoch) only what came after it.
+        `since` (a time, or seconds since the epoch) leaves out what is older.
         """
         return MetricTable(self._run(self._metrics(names, rank)), _seconds(since))
 
@@ -265,7 +265,7 @@ class DistributedTraining:
     def rounds(self, first: int = 0, last: int | None = None, *, costs: bool = False) -> RoundTable:
         """The outer rounds of a DiLoCo training, as columns: all, or those from `first` to `last`.
 
-        With `costs`, what each replica reported of each.
+        `costs` adds what each replica reported about each round.
         """
         return RoundTable(self._run(self._rounds(first, last, costs)), has_costs=costs)
 
@@ -293,10 +293,10 @@ class DistributedTraining:
         env: Mapping[str, str] | None = None,
         args: Sequence[str] | None = None,
     ) -> DistributedTraining:
-        """Start it again as a new training, and return that one: `NAME-r2` without a `name`.
+        """Start a copy as a new training and return its handle. Its default name is `NAME-r2`.
 
-        The server copies spec and code; `env` is set over the variables it had. Raises Conflict if
-        the code no longer exists or the name is taken.
+        The server copies spec and code; `env` overrides single variables. Raises Conflict if the
+        code no longer exists or the name is in use.
         """
         flow = self._rerun(name, world_size, env, args)
         return DistributedTraining(self._client, self._run(flow))
@@ -367,10 +367,10 @@ class DistributedTraining:
         search: str | None = None,
         ignore_case: bool = False,
     ) -> list[LogLine] | Iterator[LogLine]:
-        """Log lines with rank and time; `tail` is per rank. `follow` yields them as they come.
+        """Log lines with rank and time; `tail` counts per rank. `follow` also yields new lines.
 
-        Lines of several ranks are in the order of their times. `since` (a time, or seconds since
-        the epoch) and `search` choose lines on the server; one without a time is not since any.
+        Lines of several ranks are in the order of time. The server filters by `since` (a time, or
+        seconds since the epoch; it leaves out lines without a time) and by `search`.
         """
         position = self._position(rank, tail, follow, since, search, ignore_case)
         lines = read_log(self._client.wire, position)
@@ -415,7 +415,7 @@ class DistributedTraining:
         return html.HtmlList([line async for line in lines], html.lines_html)
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
-        """Every line of these ranks, old ones first, until the training ends."""
+        """Yield every line of these ranks from the start, until the training ends."""
         return self._renew_after(
             read_log(self._client.wire, LogPosition(self._ref, ranks, None, True))
         )
@@ -426,15 +426,15 @@ class DistributedTraining:
         )
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
-        """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
+        """Events, newest first. `since` (a time, or seconds) leaves out older ones."""
         return self._run(flows.events(self._ref, _seconds(since)))
 
     async def events_async(self, since: float | datetime | None = None) -> list[Event]:
         return await self._arun(flows.events(self._ref, _seconds(since)))
 
     def attempts(self, rank: int | None = None) -> list[AttemptStatus]:
-        """Each start of each rank's process, and how it ended, in order of rank: the newest attempt
-        and the 20 before it; with `rank` of that rank only."""
+        """Each start of a rank's process and how it ended, in order of rank: the newest attempt and
+        the 20 before it; with `rank`, of that rank only."""
         return self._run(self._attempts(rank))
 
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
@@ -476,11 +476,11 @@ class DistributedTraining:
         return await self._arun(flows.kill(self._ref, KillRequest(rank=rank, signal=str(signal))))
 
     def stacks(self, rank: int | None = None, *, stored: bool = False) -> StackList:
-        """Where the ranks and the processes they started are: the stacks of all their threads, and
-        folded, with equal ones in one line.
+        """The stacks of all threads of the ranks and the processes they started. `folded` has equal
+        stacks in one line.
 
-        With `stored`, and once the training is over, those that atoll took by itself: of ranks that
-        stalled, that it had to kill, or whose round timed out. Raises Conflict where no rank runs.
+        With `stored`, and after the end, those that atoll took by itself: of ranks that stalled,
+        that it had to kill, or whose round timed out. Raises Conflict if no rank runs.
         """
         return self._run(self._stacks(rank, stored))
 
@@ -497,7 +497,7 @@ class DistributedTraining:
 
     def stats(self) -> TrainingStats:
         """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
-        GPU-seconds used so far, which stand still once the ranks have stopped."""
+        GPU-seconds used so far, which stop growing when the ranks stop."""
         return self._run(flows.stats(self._ref))
 
     async def stats_async(self) -> TrainingStats:

@@ -385,7 +385,7 @@ NATIVE = (
         "GET",
         "/v1/executors",
         trainings.executors,
-        "Executors that trainings can run on, and whether each is reachable now.",
+        "List the executors, and whether each is reachable now.",
         {200: AnswerDoc("All executors.", ExecutorList), **_COMMON_PROBLEMS},
     ),
     Operation(
