@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import atoll
+from atoll.cli.main import app
 from atoll.core.executors import KINDS, load
 from atoll.core.phase import RULES, ConditionType, ExitReason, PhaseReason, diagram, table
 from atoll.server.app import NATIVE
@@ -148,3 +151,36 @@ def test_every_endpoint_is_on_the_page() -> None:
         if not re.search(rf"{row.method} {re.escape(row.path)}[`?]", page) and not row.is_open
     ]
     assert missing == []
+
+
+def flags_of(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, set[str]]]:
+    """Every command by its words, with the flags that it takes."""
+    flags = {flag for parameter in command.params for flag in parameter.opts}
+    flags |= {flag for parameter in command.params for flag in parameter.secondary_opts}
+    yield " ".join(path), flags | {"-h", "--help"}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from flags_of(below, (*path, name))
+
+
+# `--rank` is what the page on trouble says that somebody may type by mistake.
+MISTAKES = {("troubleshooting.md", "atoll run", "--rank")}
+
+
+def test_every_long_flag_on_a_page_is_one_of_its_command() -> None:
+    known = dict(flags_of(app, ("atoll",)))
+    unknown = set()
+    for page in PAGES:
+        for text in re.findall(r"\batoll [a-z][^`\n|#;]*", page.read_text()):
+            words = text.split(" -- ")[0].split("&&")[0].split()
+            end = max(n for n in range(1, len(words) + 1) if " ".join(words[:n]) in known)
+            for word in words[end:]:
+                if word.endswith(".py"):
+                    break  # what follows belongs to the script
+                flag = re.match(r"--[a-z][a-z-]*", word)
+                if flag and end > 1 and flag[0] not in known[" ".join(words[:end])]:
+                    unknown.add((page.name, " ".join(words[:end]), flag[0]))
+    assert unknown == MISTAKES

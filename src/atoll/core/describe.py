@@ -193,9 +193,13 @@ def describe_attempt(ended: AttemptStatus) -> str:
     )
 
 
+# Their names say what they mean: "killed by SIGKILL (killed)" says it twice.
+PLAIN_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGQUIT}
+
+
 def _describe_signal(name: str) -> str:
     known = signal.Signals.__members__.get(name)
-    meaning = None if known is None else signal.strsignal(known)
+    meaning = None if known is None or known in PLAIN_SIGNALS else signal.strsignal(known)
     return f"{name} ({meaning.lower()})" if meaning else name
 
 

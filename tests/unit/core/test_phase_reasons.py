@@ -116,7 +116,7 @@ def test_what_supervises_ranks_can_import_the_names_without_any_package() -> Non
         ),
         (
             ended(137, "OOMKilled", "SIGKILL"),
-            "was killed by SIGKILL (killed), exit code 137: out of memory",
+            "was killed by SIGKILL, exit code 137: out of memory",
             "rank 1: exit_code=137 reason=OOMKilled signal=SIGKILL: out of memory",
         ),
         (
