@@ -17,6 +17,7 @@ from atoll.cli.main import app
 from atoll.core.executors import KINDS, load
 from atoll.core.phase import RULES, ConditionType, ExitReason, PhaseReason, diagram, table
 from atoll.server.app import NATIVE
+from atoll.server.gauges import METRIC_GAUGES, TRAINING_GAUGES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -151,6 +152,12 @@ def test_every_endpoint_is_on_the_page() -> None:
         if not re.search(rf"{row.method} {re.escape(row.path)}[`?]", page) and not row.is_open
     ]
     assert missing == []
+
+
+def test_every_gauge_of_a_training_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = {name for name, *_ in (*TRAINING_GAUGES, *METRIC_GAUGES)}
+    assert {name for name in names if f"_{name}`" not in page} == set()
 
 
 def flags_of(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, set[str]]]:
