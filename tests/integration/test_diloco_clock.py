@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from typing import Any
 
@@ -317,6 +318,52 @@ def test_the_last_replicas_end_without_those_that_are_done(
     (first, nothing), (second, messages) = world(2, replica)
     assert (first, nothing, second) == (1, "", 2)
     assert "replicas end apart: this one ends with round 2, rank 0 with round 1" in messages
+
+
+@pytest.mark.parametrize(
+    ("goal", "options"),
+    [
+        ({"rounds": 5}, {}),
+        ({"steps": 10}, {"codec": "int4"}),
+        ({"rounds": 5}, {"overlap_steps": 1, "mix": "keep"}),
+        ({"tokens": 80}, {"sync_every": 1}),  # so many rounds that it joins again
+        ({"rounds": 4}, {"fragments": 2}),
+        (None, {}),
+    ],
+    ids=["rounds", "steps", "overlap", "joins again", "fragments", "data"],
+)
+def test_a_slow_replica_ends_where_the_others_have_ended(
+    goal: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
+    """It was still training when the last round was decided, and makes no other one alone."""
+    blobs = store()
+    is_over = threading.Event()
+
+    def replica(rank: int) -> tuple[int, int, bytes]:
+        settings = {"sync_every": 2, "warmup": "none", "grace_s": 0.1, "min_replicas": 1, **options}
+        each = Replica(blobs, rank, 2, **settings)
+        diloco = each.diloco
+        try:
+            with diloco:
+                steps = iter(diloco.data(80, batch=4)) if goal is None else diloco.until(**goal)
+                for _ in steps:
+                    if rank and diloco.round:
+                        assert is_over.wait(50)
+                    each.step(tokens=4)
+                if "fragments" in options:
+                    diloco.sync()
+                left = diloco.step
+        finally:
+            if not rank:
+                is_over.set()
+        values = torch.cat([value.detach().flatten() for value in each.model.parameters()])
+        return diloco.round, left - diloco.agreed_steps, values.numpy().tobytes()
+
+    first, second = world(2, replica)
+    assert first[0] == second[0]
+    assert second[1] == 0
+    if "overlap_steps" not in options:  # the first one has made a step since its last upload
+        assert first == second
 
 
 def test_replicas_that_end_with_the_same_round_end_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,7 @@ from atoll.diloco.data import ranges
 from atoll.diloco.data.lease import DataLease
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.data.sampler import DataSampler, OpenAt, read_terms, refuse_other_data
-from atoll.diloco.flight import (
-    Flight,
-    FragmentWork,
-    Mark,
-    check_ends,
-    merge_offers,
-)
+from atoll.diloco.flight import Flight, FragmentWork, Mark, check_ends, merge_offers, weigh
 from atoll.diloco.goal import RunGoal, go_on
 from atoll.diloco.group import find_group, from_leader, gather
 from atoll.diloco.history import DataReport, make_data_report
@@ -42,18 +36,13 @@ from atoll.diloco.own_state import Extras, OwnState
 from atoll.diloco.parameters import check_module
 from atoll.diloco.presets import OuterPreset, describe, read_settings
 from atoll.diloco.publish import RoundWeights, V, publish
-from atoll.diloco.replica_config import (
-    find_replica_config,
-    read_run_id,
-    read_start,
-    refuse_unlike,
-)
+from atoll.diloco.replica_config import find_replica_config, read_run_id, read_start, refuse_unlike
 from atoll.diloco.reports import RoundReport, RoundReports, announce, make_report, send_round
 from atoll.diloco.round.effects import DROPPED, LATE, LEFT, MEMBER, Offer, RoundResult, RunState
 from atoll.diloco.run_lock import lock_run
 from atoll.diloco.setup import RunSetup, check_limits
 from atoll.diloco.times import PeriodClock
-from atoll.objectstore import ObjectStore, Traffic
+from atoll.objectstore import ObjectStore
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.diloco")
 
 THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
-# The weight of a replica that has trained and counted nothing: next to nothing beside any that has.
-UNCOUNTED = 1e-12
 
 
 class DiLoCo:
@@ -176,11 +163,12 @@ class DiLoCo:
         self._counted = 0.0
         self._work = [FragmentWork() for _ in self.fragments]
         self._reported = Mark()  # what of this process's training the clock of the run has
-        self._goal: RunGoal | None = None
+        self._goal = RunGoal()
         self._flight: Flight | None = None
         self._unsettled: Flight | None = None  # its call failed: its outcome is not known
         self._uploaded: Floats | None = None  # the model as it was uploaded, where `mix` is "keep"
         self._has_left = self._is_closed = False
+        self._is_overtaken = False  # the run reached its end without this replica
         self._lease: DataLease | None = None
         self._sampler: DataSampler | None = None
         self._clock = PeriodClock()
@@ -193,6 +181,7 @@ class DiLoCo:
             self._model,
             self._pool,
             self._start,
+            is_over=lambda state: self._goal.is_over(state, len(self.fragments)),
             timeout_s=timeout,
             grace_s=grace_s,
             group_s=group_s,
@@ -268,7 +257,7 @@ class DiLoCo:
         self.__exit__(None)
 
     def _end(self) -> None:
-        self._receive()
+        self.receive()
         if any(self._group.gather(self._leave.is_requested)) and not self._has_left:
             self._leave.make()
             self._drain()
@@ -281,9 +270,8 @@ class DiLoCo:
                 "this process has them. Train whole rounds, or call sync() in all replicas before"
             )
         ends = self._rounds.finish()
-        is_advanced = self._rounds.state.round > self._state.round
-        self._state = self._rounds.state
-        if is_advanced:  # rounds that went on without this replica
+        before, self._state = self._state.round, self._rounds.state
+        if self._state.round > before:  # rounds that went on without this replica
             for fragment in self.fragments:
                 self._model.apply(fragment)
         self._keep_own()
@@ -322,14 +310,13 @@ class DiLoCo:
         if step == self._plan.upload_at:
             self._begin_round()
         if is_over:
-            self._receive()
-        goal = None if self._goal is None else self._goal.steps
-        if goal is not None and self.step >= goal > self.agreed_steps:
+            self.receive()
+        if (goal := self._goal.steps) is not None and self.step >= goal > self.agreed_steps:
             self.end_period()
 
     def _begin_round(self) -> None:
         """Take the pseudo-gradient out of the model, and bring it to the next round."""
-        self._receive()
+        self.receive()
         times = self._clock.take()
         began = time.monotonic()
         self._check_changes()
@@ -339,8 +326,11 @@ class DiLoCo:
             raise ValidationError(
                 "data", "of this replica", "the run shares its data: call diloco.data(…)"
             )
+        before = self._state.round
         self._settle_open()
         self._be_honest()
+        if self._end_with_others(before):
+            return
         if self._group.processes > 1 and any(self._group.gather(self._leave.is_requested)):
             self._leave.make()  # the processes of a replica go together
             self._drain()
@@ -349,7 +339,7 @@ class DiLoCo:
         offer, mark = self._make_offer(at)
         is_hidden = self._plan.overlap_of(self._state.round) > 0
         mix = 0.0 if self._plan.is_ramp(self._state.round) else self._mix
-        flight = Flight(at, offer, mark, self._traffic, is_hidden, mix, times)
+        flight = Flight(at, offer, mark, self._setup.traffic, is_hidden, mix, times)
         flight.start(lambda: self._rounds.run(offer))
         flight.blocked_s = self._clock.block_since(began)
         self._flight = flight
@@ -363,7 +353,8 @@ class DiLoCo:
             self._is_checked = True
         if self._is_retained and not self._plan.is_ramp(self._state.round):
             self._uploaded = self._model.take_copy(fragment, self._uploaded)
-        mark, weight, tokens, steps = Mark(self._counted, self.steps), *self._weigh(at)
+        mark = Mark(self._counted, self.steps)
+        weight, tokens, steps = weigh(mark, self._work[at], self._reported, self._group)
         probe = self._checks.begin(fragment)
         if self.steps > self._work[at].uploaded.steps:
             self._model.add_pseudo_gradient(fragment, probe.take)
@@ -377,22 +368,7 @@ class DiLoCo:
         offer = Offer(weight, steps, tokens, claim, want, end, sums, is_finite, next_s)
         return offer, mark
 
-    def _weigh(self, at: int) -> tuple[float, float, int]:
-        """Weight, tokens and steps of what this replica brings to a round of a fragment."""
-        work, counted = self._work[at], self._counted
-        own = (counted, counted - work.uploaded.counted, counted - self._reported.counted)
-        totals = [sum(counts) for counts in zip(*self._group.gather(own), strict=True)]
-        weight = float(self.steps - work.uploaded.steps)
-        if weight and totals[0]:
-            weight = max(totals[1], UNCOUNTED)
-        # Late work without any since then weighs what it weighed.
-        return weight or work.late, totals[2], self.steps - self._reported.steps
-
-    @property
-    def _traffic(self) -> Traffic:
-        return Traffic() if self._store is None else self._store.traffic
-
-    def _receive(self) -> None:
+    def receive(self) -> None:
         """Wait for the round on its way, if there is one, and take its result into the model."""
         flight, self._flight = self._flight, None
         if flight is None:
@@ -423,7 +399,7 @@ class DiLoCo:
         if result.fate == DROPPED or manifest is None:
             return
         self._checks.learn(self.config.rank, self.fragments[flight.fragment], manifest)
-        used = self._traffic.since(flight.before)
+        used = self._setup.traffic.since(flight.before)
         hidden_s = max(0.0, min(ended, began) - started) if flight.is_background else 0.0
         blocked_s = flight.blocked_s + self._clock.block_since(began)
         outer = self._setup.outer
@@ -511,6 +487,23 @@ class DiLoCo:
             self._reported = self._reported._replace(steps=steps)
         self._plan_data()
 
+    def _end_with_others(self, before: int) -> bool:
+        """Whether the others have ended since round `before`: one more would be without them.
+
+        Behind the end all may call `sync()`: whoever is late for that goes by who is done.
+        """
+        state = self._state
+        is_over = state.round > before and self._goal.is_over(state, len(self.fragments))
+        if self._is_overtaken and not is_over:
+            is_over = any(end.chain == state.chain for end in self._rounds.find_ends())
+        if is_over:
+            if not self._is_overtaken:
+                log.warning("the run ended with round %d: later steps are in no round", self.round)
+            self._is_overtaken, self._step = True, 0
+            self._rounds.values.drop()
+            self._take_global()
+        return is_over
+
     def _check_changes(self) -> None:
         """What changed since this was made is taken in, or refused by name."""
         change = self._model.find_change()
@@ -534,7 +527,7 @@ class DiLoCo:
         if self._has_left:
             self._leave.exit_soon()
             return
-        self._receive()
+        self.receive()
         self._step = 0
         if is_last:
             self._leave.make()
@@ -542,7 +535,7 @@ class DiLoCo:
             return
         if not self._leave_if_requested():
             self._begin_round()
-            self._receive()
+            self.receive()
             self._leave_if_requested()
 
     def _check_open(self) -> None:
@@ -593,7 +586,7 @@ class DiLoCo:
     def _drain(self) -> None:
         """Upload what was trained since the last round, of every fragment, and go."""
         try:
-            self._receive()
+            self.receive()
             if self._has_left:
                 return
             if self._sampler is not None:
@@ -681,9 +674,15 @@ class DiLoCo:
         goal = RunGoal(rounds, steps, tokens, epochs)
         goal.check(None if self._lease is None else self._lease.ledger.terms)
         self._goal = goal
-        if self.round and not self._group.process and goal.is_reached(self):
+        count = len(self.fragments)
+        if self.round and not self._group.process and goal.is_over(self._state, count):
             announce(self._run, self.step, self.round, self.config.rank, is_end=True)
-        return go_on(self, goal, batches, self._clock.read)
+        return go_on(
+            lambda: goal.is_reached(self._state, count),
+            batches,
+            lambda: self.step,
+            self._clock.read,
+        )
 
     def _follow_schedule(self) -> None:
         if self._schedule is not None:
@@ -727,7 +726,7 @@ class DiLoCo:
             fingerprint=str(fingerprint),
             part=part,
         )
-        self._receive()
+        self.receive()
         if self._state.ledger is not None:
             refuse_other_data(terms, self._state.ledger.terms)
         self._rounds.share_data(terms)
@@ -750,14 +749,10 @@ class DiLoCo:
 
     def data_report(self) -> DataReport:
         """What of the data was used, in which round and by whom, as the store has it."""
-        self._receive()
+        self.receive()
         manifests = from_leader(self._group, lambda: self._setup.read_manifests(self._rounds))
         count = len(self.fragments)
         return make_data_report(self._state.ledger, manifests, count, self._lease, self._sampler)
-
-    def receive(self) -> None:
-        """Wait for the round that is on its way, if there is one."""
-        self._receive()
 
     def step_tail(self) -> None:
         """A step of the optimisers with the gradients of batches that no step came after."""
@@ -809,7 +804,7 @@ class DiLoCo:
             if text not in self._checks.warnings:
                 self._checks.warn(text)
             return
-        self._receive()
+        self.receive()
         if inner:
             self._own.keep(extras)
             self._own.save(self.round, self.step)
@@ -836,7 +831,7 @@ class DiLoCo:
 
         All processes of a replica call it together.
         """
-        self._receive()
+        self.receive()
         return self._model.gather_all(self.fragments)
 
     def global_state_dict(self) -> dict[str, torch.Tensor]:
@@ -845,7 +840,7 @@ class DiLoCo:
         `model.load_state_dict` takes it. Buffers and frozen parameters are this replica's. All
         processes of a replica call it together, and each has all of it: `save` needs less memory.
         """
-        self._receive()
+        self.receive()
         complete = export.FullModel(self._model, self.fragments)
         return {entry.name: complete.tensor(entry) for entry in complete.entries}
 
@@ -859,7 +854,7 @@ class DiLoCo:
         replica saves, and all of its processes call it together: they bring parameter after
         parameter to process 0, which holds one file at a time.
         """
-        self._receive()
+        self.receive()
         summary = export.summary_of(self._run if self._store else "", self.round, self.step)
         complete = export.FullModel(self._model, self.fragments)
         return export.save(complete, target, file_bytes, summary, self._group.process)
@@ -872,7 +867,7 @@ class DiLoCo:
         replica has left. `timeout`: so long it waits for one that does not come. After `Temporary`,
         train on: the next version has everything. All processes of a replica call it together.
         """
-        self._receive()
+        self.receive()
         if self._has_left:
             return None
         complete = export.FullModel(self._model, self.fragments)

@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 from atoll.core.errors import DistributedError
 from atoll.diloco.data import ranges
+from atoll.diloco.group import Processes
 from atoll.diloco.round.effects import EndMark, Offer, RoundResult, RunState
 from atoll.diloco.times import PeriodTimes
 from atoll.objectstore import Traffic
+
+# The weight of a replica that has trained and counted nothing: next to nothing beside any that has.
+UNCOUNTED = 1e-12
 
 
 class Mark(NamedTuple):
@@ -67,6 +71,23 @@ class FragmentWork:
 
     uploaded: Mark = field(default_factory=Mark)
     late: float = 0.0
+
+
+def weigh(
+    now: Mark, work: FragmentWork, reported: Mark, group: Processes
+) -> tuple[float, float, int]:
+    """Weight, tokens and steps of what a replica brings to a round of a fragment.
+
+    `reported`: what of its training the clock of the run has.
+    """
+    counted = now.counted
+    own = (counted, counted - work.uploaded.counted, counted - reported.counted)
+    totals = [sum(counts) for counts in zip(*group.gather(own), strict=True)]
+    weight = float(now.steps - work.uploaded.steps)
+    if weight and totals[0]:
+        weight = max(totals[1], UNCOUNTED)
+    # Late work without any since then weighs what it weighed.
+    return weight or work.late, totals[2], now.steps - reported.steps
 
 
 def check_ends(ends: Sequence[EndMark], state: RunState, fragments: int) -> None:

@@ -7,20 +7,18 @@ when the run is over has nothing to do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.diloco.data.ledger import Terms
-
-if TYPE_CHECKING:
-    from atoll.diloco.diloco import DiLoCo
+from atoll.diloco.round.effects import RunState
 
 _MANY = 10**12
 
 
 class RunGoal(NamedTuple):
-    """The run is over as soon as one of them is reached."""
+    """The run is over as soon as one of them is reached; with none of them, by its data only."""
 
     rounds: int | None = None
     steps: int | None = None
@@ -50,8 +48,14 @@ class RunGoal(NamedTuple):
             expected = f"the data has {terms.epochs}: diloco.data(epochs=…)"
             raise ValidationError("epochs", self.epochs, expected)
 
-    def is_reached(self, run: DiLoCo) -> bool:
-        if self.tokens is not None and run.round and not run.tokens:
+    def is_over(self, run: RunState, fragments: int) -> bool:
+        """Whether all replicas end with this state: it is reached, or the data is used up."""
+        is_used_up = run.ledger is not None and run.ledger.is_used_up
+        return is_used_up or self.is_reached(run, fragments)
+
+    def is_reached(self, run: RunState, fragments: int) -> bool:
+        rounds = run.round // fragments
+        if self.tokens is not None and rounds and not run.tokens:
             raise ValidationError(
                 "tokens",
                 self.tokens,
@@ -59,34 +63,34 @@ class RunGoal(NamedTuple):
                 "each batch",
             )
         return (
-            (self.rounds is not None and run.round >= self.rounds)
-            or (self.steps is not None and run.agreed_steps >= self.steps)
+            (self.rounds is not None and rounds >= self.rounds)
+            or (self.steps is not None and run.steps >= self.steps)
             or (self.tokens is not None and run.tokens >= self.tokens)
-            or (self.epochs is not None and (run.epoch or 0) >= self.epochs)
+            or (self.epochs is not None and run.epoch >= self.epochs)
         )
 
 
 def go_on(
-    run: DiLoCo,
-    goal: RunGoal,
+    is_over: Callable[[], bool],
     batches: Iterable[Any] | None,
+    step: Callable[[], int],
     read: Callable[[Iterable[Any]], Iterator[Any]] = iter,
 ) -> Iterator[Any]:
-    """The run's step, or the next batch, until the goal is reached.
+    """The run's step, or the next batch, until the run is over.
 
     Batches that end begin again, as epochs do; an iterator that ends is the end. `read` iterates
     over them.
     """
     if batches is None:
-        while not goal.is_reached(run):
-            yield run.step
+        while not is_over():
+            yield step()
         return
-    while not goal.is_reached(run):
+    while not is_over():
         count = 0
         for batch in read(batches):
             count += 1
             yield batch
-            if goal.is_reached(run):
+            if is_over():
                 return
         if not count or iter(batches) is batches:
             return

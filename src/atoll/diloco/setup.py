@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
@@ -37,7 +37,7 @@ from atoll.diloco.round.effects import (
 from atoll.diloco.round.objects import Manifest, Member
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
-from atoll.objectstore import ObjectStore
+from atoll.objectstore import ObjectStore, Traffic
 
 # A year: locks, and gloo with three times as much, do not take all numbers.
 MAX_TIMEOUT_S = 366 * 86400.0
@@ -68,12 +68,17 @@ class RunSetup:
         self._config, self._run, self._group, self._store = config, run, group, store
         self._fragments, self._codecs, self.outer = fragments, (codec, mean_codec), outer
 
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic() if self._store is None else self._store.traffic
+
     def make_rounds(
         self,
         model: ReplicaModel,
         pool: Executor,
         start: Start,
         *,
+        is_over: Callable[[RunState], bool],
         timeout_s: float,
         grace_s: float | None,
         group_s: float,
@@ -109,7 +114,9 @@ class RunSetup:
         )
         pace = Pace(timeout_s, grace_s=grace_s, is_folder=store.is_folder)
         many = ReplicaGroup(group.ranks, group_s) if isinstance(group, ReplicaGroup) else None
-        return RoundDriver(values, self.layout, round_config, pace, group=many, adopt=self._adopt)
+        return RoundDriver(
+            values, self.layout, round_config, pace, group=many, adopt=self._adopt, is_over=is_over
+        )
 
     def plan_periods(self, settings: LoopSettings, state: RunState) -> PeriodPlan:
         """The periods of a run that was joined, whose ramp may not be that of the settings."""
@@ -274,6 +281,9 @@ class LocalRounds:
         pass
 
     def finish(self) -> list[EndMark]:
+        return []
+
+    def find_ends(self) -> list[EndMark]:
         return []
 
     def save(self) -> None:

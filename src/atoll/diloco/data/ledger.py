@@ -138,6 +138,17 @@ class Ledger(msgspec.Struct, frozen=True):
     def is_used_up(self) -> bool:
         return self.total is not None and self.used >= self.total
 
+    @property
+    def first_unused(self) -> int:
+        """Everything before it is used."""
+        unused = self.unused()
+        return min(unused[0][0], self.next) if unused else self.next
+
+    @property
+    def epoch(self) -> int:
+        length = self.terms.length
+        return self.first_unused // length if length else 0
+
     def hold_of(self, rank: int) -> Ranges:
         hold = self.holds.get(rank)
         return () if hold is None else hold.ranges

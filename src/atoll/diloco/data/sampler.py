@@ -99,8 +99,7 @@ class DataSampler:
     @property
     def epoch(self) -> int:
         """The run's: everything before it is used."""
-        length = self._lease.ledger.terms.length
-        return 0 if not length else self._first_unused() // length
+        return self._lease.ledger.epoch
 
     @property
     def left(self) -> int | None:
@@ -293,11 +292,6 @@ class DataSampler:
                 idle += 1
                 self._host.end_period()
         return False
-
-    def _first_unused(self) -> int:
-        ledger = self._lease.ledger
-        unused = ledger.unused()
-        return min(unused[0][0], ledger.next) if unused else ledger.next
 
     def _waiting(self) -> Ranges:
         """Handed out and not trained on."""

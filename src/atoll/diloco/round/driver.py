@@ -137,11 +137,12 @@ class RoundDriver:
         ledger: Ledger | None = None,
         group: Processes | None = None,
         adopt: Callable[[RunLayout], RunLayout] | None = None,
+        is_over: Callable[[fx.RunState], bool] | None = None,
     ) -> None:
         """`adopt`: is told the layout of a checkpoint before its values are read, in every process.
 
         It returns the layout to go on with, or raises. None: all but world and codecs must be as in
-        `layout`.
+        `layout`. `is_over`: whether the others make no round after that state.
         """
         self.values, self.layout, self.config = values, layout, config
         self.group: Processes = SingleProcess() if group is None else group
@@ -156,6 +157,8 @@ class RoundDriver:
         self._memory = _RecordedMemory(values)
         memory = values if self.group.processes == 1 else self._memory
         self.machine = RoundMachine(config, memory, pace, ledger)
+        if is_over is not None:
+            self.machine.is_over = is_over
         self._store, self._pool = values.store, values.pool
         self._sizes: dict[str, int] = {}  # of uploads, as listed
         self._beside: Future[None] | None = None
@@ -198,6 +201,10 @@ class RoundDriver:
     def finish(self) -> list[fx.EndMark]:
         """Take every round that is decided, tell that this rank is done, and say who else is."""
         return self._call(self.machine.finish)
+
+    def find_ends(self) -> list[fx.EndMark]:
+        """Where the other ranks that are done ended."""
+        return self._call(self.machine.find_ends)
 
     def leave(self, how: str) -> None:
         """Tell the others how this rank ended: done, failed or left."""

@@ -151,6 +151,10 @@ class RunState(NamedTuple):
     manifest_at: float = 0.0
     is_current: bool = False
 
+    @property
+    def epoch(self) -> int:
+        return 0 if self.ledger is None else self.ledger.epoch
+
 
 class EndMark(NamedTuple):
     """Where another rank of this launch was when it was done."""

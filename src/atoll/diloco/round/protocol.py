@@ -8,7 +8,7 @@ generators of effects. What the store fails to do is thrown into them; the next 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -68,6 +68,7 @@ class RoundMachine:
     ) -> None:
         self.config, self.memory, self.pace = config, memory, pace
         self.is_leaving = False
+        self.is_over: Callable[[fx.RunState], bool] = lambda _state: False  # with that state
         self.round = 0
         self.chain = objects.ZERO
         self.ledger = ledger
@@ -86,9 +87,8 @@ class RoundMachine:
         self._is_established = False  # was a member beside others since it was opened
         self._draining: _Draining | None = None
         self._joins = 0
-        self._missed = (
-            ""  # a manifest that was not there though its round was over: it joined again
-        )
+        # A manifest that was not there though its round was over: it joined again.
+        self._missed = ""
         self._opened = 0.0  # the store's time
         self._want, self._sums, self._next_s = 0, dict[str, str](), 0.0  # as last offered
         self._now = self._manifest_at = 0.0
@@ -171,13 +171,12 @@ class RoundMachine:
         return result if self._joins == joins else (yield from self._take_empty_round())
 
     def _take_empty_round(self) -> fx.Steps[fx.RoundResult]:
-        """One that had to join again takes a round at once, with an offer of nothing.
+        """One that had to join again takes a round at once, unless the run is over.
 
-        So the others wait for it next time: a slow one that trained first would stay behind for
-        ever.
+        So the others wait for it next time: a slow one that trained first would stay behind.
         """
         result = self._result(fx.DROPPED)
-        if not self.is_leaving:
+        if not self.is_leaving and not self.is_over(self.state):
             result = yield from self._run(self._make_empty_offer())
         return result if result.fate == fx.LEFT else self._result(fx.DROPPED)
 
@@ -280,6 +279,10 @@ class RoundMachine:
         except _Behind as reason:
             yield from self._join(str(reason))
         yield from self.leave(objects.DONE)
+        return (yield from self.find_ends())
+
+    def find_ends(self) -> fx.Steps[list[fx.EndMark]]:
+        """Where the other ranks that are done ended."""
         launch, rank = self.config.launch, self.config.rank
         found = {}
         for key, time in (yield fx.List(objects.ended_prefix(launch))):
