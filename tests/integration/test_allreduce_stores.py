@@ -161,14 +161,14 @@ def test_a_second_run_at_the_same_place_never_reads_the_first(tmp_path: Path) ->
 def test_old_rounds_are_collected_but_the_journal_stays(tmp_path: Path) -> None:
     def go(rank: int) -> None:
         with atoll.ObjectStoreAllReduce(tmp_path, rank, 2) as replica:
-            for _ in range(11):
+            for _ in range(40):
                 replica.allreduce([np.zeros(10, "f4")])
 
     run_threads(lambda: go(0), lambda: go(1))
     run = tmp_path / "run"
-    assert len(list((run / "manifest").iterdir())) == 11
-    assert len(list((run / "upload").iterdir())) <= 11
-    assert len(list((run / "checkpoint").iterdir())) <= 5
+    assert len(list((run / "manifest").iterdir())) == 40
+    assert len(list((run / "upload").iterdir())) < 30  # one sweeps beside the rounds
+    assert len(list((run / "checkpoint").iterdir())) < 10
 
 
 def test_runs_with_different_ids_share_a_place(tmp_path: Path) -> None:

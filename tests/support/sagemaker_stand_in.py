@@ -142,7 +142,7 @@ class StandInJob:
             over = self.moves[-1][0] == "MaxRuntimeExceeded"
             return self._end("Stopped", "MaxRuntimeExceeded" if over else "Stopped")
         self._move("Uploading")
-        time.sleep(self.server.upload_s)
+        self.server.may_upload.wait(60)
         if code == 0:
             return self._end("Completed", "Completed")
         words = ""
@@ -274,7 +274,9 @@ class SageMakerStandIn:
         self.role_environment = role_environment  # credentials of the role, and where its S3 is
         self.bad_images: set[str] = set()
         self.capacity_errors = 0
-        self.start_s = self.upload_s = self.again_s = 0.0
+        self.start_s = self.again_s = 0.0
+        self.may_upload = threading.Event()  # output, once a job ended
+        self.may_upload.set()
         self.stop_s = 120.0
         self.most_runtime_s = 1e9  # as if requests said so, which takes whole seconds
         self.is_away = False

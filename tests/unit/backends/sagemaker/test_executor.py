@@ -224,12 +224,13 @@ def test_a_rank_that_ended_well_is_not_stopped_while_its_output_is_uploaded(
     stand_in: SageMakerStandIn, uri: str
 ) -> None:
     async def body() -> None:
-        stand_in.upload_s = 2.0
+        stand_in.may_upload.clear()
         async with world(uri) as here:
             made = await here.create("exit 0")
             await here.until(made, lambda t: t.status.is_released)
             (job,) = stand_in.jobs.values()
             assert (job.status, job.secondary) == ("InProgress", "Uploading")
+            stand_in.may_upload.set()
             job.wait()
             assert job.status == "Completed"
             assert stand_in.calls["StopTrainingJob"] == 0
