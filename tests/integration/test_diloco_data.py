@@ -365,6 +365,24 @@ def test_a_loader_over_something_else_is_refused() -> None:
             diloco.data(10)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: DataLoader(range(10), batch_size=2),
+        lambda data: DataLoader(range(10), batch_size=2, sampler=data),
+        lambda data: DataLoader(range(10), batch_size=2, sampler=data.sampler),
+        lambda data: DataLoader(range(10), batch_sampler=data.sampler),
+    ],
+    ids=["other data", "sampler=data", "sampler=data.sampler", "not counted"],
+)
+def test_until_refuses_a_loader_whose_batches_are_not_counted(make: Any) -> None:
+    _, _, diloco = outer(None, 0, 1)
+    with diloco:
+        data = diloco.data(10, batch=2)
+        with pytest.raises(ValidationError, match=r"expected data\.loader\(DataLoader"):
+            diloco.until(make(data), epochs=1)
+
+
 def test_a_run_goes_on_with_its_data_in_a_world_of_another_size() -> None:
     """The processes end in the middle; others, more of them, use what is left."""
     blobs = store()

@@ -265,9 +265,11 @@ class DiLoCo:
             return
         steps, self._step = self._step, 0
         if steps:
+            count = "1 step" if steps == 1 else f"{steps} steps"
             self._checks.warn(
-                f"{steps} steps after round {self.round} were not synchronised: only the model of "
-                "this process has them. Train whole rounds, or call sync() in all replicas before"
+                f"{count} after round {self.round} not synchronised: only the model of this "
+                "process has what was learned there. Train whole rounds, or call sync() in all "
+                "replicas at the end"
             )
         ends = self._rounds.finish()
         before, self._state = self._state.round, self._rounds.state
@@ -671,6 +673,8 @@ class DiLoCo:
         self._check_open()
         if batches is not None and not hasattr(batches, "__iter__"):
             raise ValidationError("batches", batches, "expected batches to iterate over")
+        if self._sampler is not None:
+            self._sampler.check_batches(batches)
         goal = RunGoal(rounds, steps, tokens, epochs)
         goal.check(None if self._lease is None else self._lease.ledger.terms)
         self._goal = goal

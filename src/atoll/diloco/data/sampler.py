@@ -145,6 +145,17 @@ class DataSampler:
         self._prefetch = workers * int(getattr(loader, "prefetch_factor", None) or 0)
         return LeasedLoader(self, loader)
 
+    def check_batches(self, batches: Any) -> None:
+        """Raises ValidationError for a DataLoader that was not given to `loader()`: no batch of it
+        counts as used. One with `sampler=` and a batch size makes batches of batches."""
+        if hasattr(batches, "batch_sampler"):
+            raise ValidationError(
+                "batches",
+                type(batches).__name__,
+                "expected data.loader(DataLoader(dataset, batch_sampler=data.sampler)), with the "
+                "data that diloco.data() returned: else no batch counts as used",
+            )
+
     def fetch_ahead(self, batches: int) -> None:
         """A loader of the caller's own has up to so many batches that the loop has not seen.
 
