@@ -104,6 +104,6 @@ def test_trainings_are_sorted_by_what_they_reported(atoll: Any) -> None:
     assert [line.split()[0] for line in table[1:3]] == ["worse", "better"]
     refused = atoll("ps", "--sort", "nothing")
     assert refused.returncode == 2
-    assert "no training has reported 'nothing'" in refused.stderr
+    assert "'nothing' is not valid: no training has reported it" in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert atoll("rm", "-f", "worse", "better").returncode == 0

@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import sys
+from typing import NoReturn
 
 import click
 
@@ -113,6 +114,7 @@ ELSEWHERE = {
     "torchrun": "run -- torchrun",
 }
 USAGE = 2  # as shells and click have it
+NUMBERS = (type(click.INT), type(click.FLOAT))  # with or without bounds
 
 
 class Commands(click.Group):
@@ -152,6 +154,12 @@ class Commands(click.Group):
             text = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
             raise click.UsageError(text, ctx) from error
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # click would exit with 1, as for a failed training
+            leave_closed_pipe()
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(atoll.__version__, message="atoll %(version)s")
@@ -179,14 +187,18 @@ def main() -> None:
             print("\natoll: interrupted; 'atoll ps' lists it if it was stored", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:
-        # `atoll ps | head`: nothing is wrong, and nobody reads a message.
-        drop_output()
-        code = 128 + signal.SIGPIPE
+        leave_closed_pipe()
     except OSError as error:
         drop_output()
         print(f"atoll: error: {escape_control(str(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def leave_closed_pipe() -> NoReturn:
+    """`atoll ps | head`: nothing is wrong, and nobody reads a message."""
+    drop_output()
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def drop_output() -> None:
@@ -197,6 +209,10 @@ def drop_output() -> None:
 def report_misuse(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx else "atoll"
+    kind = getattr(getattr(error, "param", None), "type", None)
+    if type(error) is click.BadParameter and isinstance(kind, NUMBERS):
+        value = error.message.partition(" is not ")[0]
+        error.message = f"{value} is not valid: {expected_number(kind)}"
     text = " ".join(error.format_message().rstrip(".").split())
     if isinstance(error, click.NoSuchOption) and path == "atoll" and not error.possibilities:
         text += f". Options follow the command: atoll run {error.option_name} …"
@@ -204,6 +220,14 @@ def report_misuse(error: click.ClickException) -> int:
         text += ". 'atoll cancel NAME' stops a training"
     print(f"atoll: error: {escape_control(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
+
+
+def expected_number(kind: click.ParamType) -> str:
+    noun = "a whole number" if isinstance(kind, type(click.INT)) else "a number"
+    low, high = getattr(kind, "min", None), getattr(kind, "max", None)
+    if low is None:
+        return f"expected {noun}"
+    return f"expected {noun} " + (f"of at least {low}" if high is None else f"from {low} to {high}")
 
 
 def option_names() -> dict[str, str]:
@@ -223,6 +247,8 @@ def report_error(error: AtollError) -> int:
 
         error = rename_fields(error, option_names())
     text = str(error).replace("\n", "; ")
+    if isinstance(error, ValidationError) and error.value is True:  # a flag has no other value
+        text = f"{error.field}: {error.expected}"
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
     if isinstance(error, Temporary) and error.__cause__ is None:
         hint = None  # the control plane answered: this is its own message

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atoll.cli.options import json_option, name_argument, since_option
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Permanent, ValidationError
 from atoll.diloco.codecs import CODECS
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def metrics(
     with its newest value.
     """
     from atoll.cli.output import print_json, print_note
-    from atoll.cli.trainings import parse_time
+    from atoll.cli.trainings import check_rank, check_svg, parse_time
     from atoll.core.metrics import check_names
     from atoll.sdk.client import Client
 
@@ -74,8 +74,11 @@ def metrics(
         raise click.UsageError("expected one of --csv, --json and --plot")
     if is_curve and len(metrics) != 1:
         raise click.UsageError("--plot and --svg: expected one METRIC, such as loss")
+    check_svg(svg)
     after = None if since is None else parse_time(since, time.time())
     training = Client().get(name)
+    for rank in ranks:
+        check_rank(training.last, rank)
     table = training.metrics(metrics or None, after)
     is_unknown = False
     if not {*metrics} <= {*table["name"]}:  # an ended training is an error of the server's
@@ -141,7 +144,7 @@ def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | No
 
     curves = curves_of(table, axis)
     if not curves:
-        raise click.ClickException(
+        raise Permanent(
             f"{name} has reported no {escape_control(metric)!r}: "
             f"'atoll metrics {name}' lists what it has"
         )
@@ -214,7 +217,7 @@ def as_text(name: str, table: RoundTable) -> str:
     from atoll.core.text import limited_spans
 
     if table.summary is None:
-        return f"{name} has no outer rounds: only trainings with atoll.diloco.DiLoCo have them"
+        return f"{name} has no outer rounds: DiLoCo makes the first one after its first period"
 
     def ranks(column: str, at: int) -> str:
         return shorten(limited_spans(table[column][at], 8), 40) or "-"

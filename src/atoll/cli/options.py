@@ -143,6 +143,8 @@ def since_option(noun: str) -> Callable[[Body], Body]:
 def _use_config(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """Everything in this process, and a control plane that it starts, reads this file."""
     if path is not None:
+        if not path.is_file():
+            raise ValidationError("--config", str(path), "expected a file: there is none")
         os.environ["ATOLL_CONFIG"] = str(path.absolute())
     return path
 

@@ -14,6 +14,7 @@ import click
 
 from atoll.cli.options import Duration, json_option, name_argument
 from atoll.cli.output import full, print_json, print_note
+from atoll.core.errors import Permanent
 from atoll.core.rank_access import (
     EXEC_TIMEOUT_S,
     MAX_EXEC_S,
@@ -100,7 +101,7 @@ def _kubectl(
     target: ExecTarget, command: tuple[str, ...], *, has_stdin: bool, has_tty: bool
 ) -> int:
     if shutil.which("kubectl") is None:
-        raise click.ClickException("rank runs in a pod, which kubectl enters: install kubectl")
+        raise Permanent("the rank runs in a pod, which kubectl enters: install kubectl")
     flags = [*(["-i"] if has_stdin else []), *(["-t"] if has_tty else [])]
     # A kubeconfig of a control plane on another machine is not here: the caller's own is used.
     _, _, file = target.kubectl[0].partition("--kubeconfig=")

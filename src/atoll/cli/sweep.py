@@ -54,8 +54,8 @@ def sweep_parameters() -> list[click.Parameter]:
         HeadedOption(
             ["--seed"],
             type=int,
-            default=0,
             help="Seed for --samples: another seed draws other combinations.",
+            show_default="0",
         ),
         HeadedOption(
             ["--jobs", "-j", "at_once"],
@@ -92,7 +92,7 @@ def sweep(
     space: tuple[str, ...],
     path: Path | None,
     samples: int | None,
-    seed: int,
+    seed: int | None,
     at_once: int | None,
     stop: tuple[str, ...],
     name: str | None,
@@ -111,6 +111,8 @@ def sweep(
     from atoll.sdk.search import StopRule, setting_names
     from atoll.sdk.sweep import Job
 
+    if not command:
+        raise click.UsageError("nothing to run: atoll sweep --set lr=0.1,0.3 train.py")
     all_settings = read_settings(space, path, samples, seed)
     rules = [StopRule.parse(text) for text in stop]
     launch = read_launch(command, name="x", settings=(), **values)
@@ -129,7 +131,7 @@ def sweep(
 
 
 def read_settings(
-    space: Sequence[str], path: Path | None, samples: int | None, seed: int
+    space: Sequence[str], path: Path | None, samples: int | None, seed: int | None
 ) -> list[Settings]:
     from atoll.sdk.search import combine, grid, parse_file, parse_space, sample
 
@@ -138,6 +140,8 @@ def read_settings(
         raise click.UsageError("nothing to vary: expected --set lr=0.1,0.3 or --from FILE")
     if samples is not None and not parsed:
         raise click.UsageError("--samples: expected --set with it")
+    if seed is not None and samples is None:
+        raise click.UsageError("--seed: expected --samples with it")
     listed: list[Settings] = []
     if path is not None:
         try:
@@ -147,7 +151,7 @@ def read_settings(
             raise ValidationError("--from", str(path), f"cannot be read: {why}") from error
         if not listed:
             raise ValidationError("--from", str(path), "expected at least one row")
-    varied = grid(parsed) if samples is None else sample(parsed, samples, seed)
+    varied = grid(parsed) if samples is None else sample(parsed, samples, seed or 0)
     return combine(listed, varied if parsed else [])
 
 

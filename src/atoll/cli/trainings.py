@@ -40,7 +40,6 @@ from atoll.core.errors import (
     BelowMinimumWorld,
     NotFound,
     Permanent,
-    ResultError,
     Temporary,
     ValidationError,
 )
@@ -48,7 +47,7 @@ from atoll.core.metrics import LatestMetric
 from atoll.core.select import AGGREGATES, FIELDS, Selection, parse_sort
 from atoll.core.settings import GROUP
 from atoll.core.status import Training
-from atoll.core.text import escape_control, parse_duration
+from atoll.core.text import parse_duration
 from atoll.sdk import flows
 from atoll.sdk.client import Client
 from atoll.sdk.training import DistributedTraining
@@ -128,9 +127,11 @@ def ps(
     if names or group is not None:
         values = read_metrics(client, trainings, names)
     if order.kind in AGGREGATES and trainings and not any(order.name in v for v in values.values()):
-        raise click.ClickException(
-            f"--sort: no training has reported {escape_control(order.name)!r}: expected "
-            f"{', '.join(FIELDS)} or the name of a metric ('atoll metrics NAME' lists them)"
+        raise ValidationError(
+            "--sort",
+            sort,
+            f"no training has reported it: expected {', '.join(FIELDS)}, label:NAME, setting:NAME "
+            "or the name of a metric, as 'atoll metrics NAME' lists them",
         )
     if is_json:
         print_json([ps_json(training, values.get(training.uid, {})) for training in trainings])
@@ -196,10 +197,10 @@ def status(
         raise click.UsageError("--rank: expected only with --attempts")
     if svg is not None and not has_bench:
         raise click.UsageError("--svg: expected only with --bench")
-    if svg is not None and svg.suffix.lower() != ".svg":
-        raise ValidationError("--svg", str(svg), "expected a file name that ends in .svg")
+    check_svg(svg)
     client = Client()
     training = client.get(name)
+    check_rank(training.last, rank)
     if has_attempts:
         attempts = training.attempts(rank)
         print_json(attempts) if is_json else print(attempts_table(attempts, time.time()))
@@ -209,6 +210,11 @@ def status(
         _watch(client, training.last, is_json=is_json)
     else:
         print_json(training_json(training.last)) if is_json else print(status_text(training.last))
+
+
+def check_svg(path: Path | None) -> None:
+    if path is not None and path.suffix.lower() != ".svg":
+        raise ValidationError("--svg", str(path), "expected a file name that ends in .svg")
 
 
 def _show_bench(training: DistributedTraining, svg: Path | None, *, is_json: bool) -> None:
@@ -295,7 +301,7 @@ def logs(
     client = Client()
     training = client.get(name)
     highest = training.last.spec.world_size.max - 1
-    _check_rank(training.last, rank)
+    check_rank(training.last, rank)
     printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
     printer.width = len(str(highest))
     filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
@@ -305,7 +311,7 @@ def logs(
         print_json(line) if is_json else printer.print(line)
 
 
-def _check_rank(training: Training, rank: int | None) -> None:
+def check_rank(training: Training, rank: int | None) -> None:
     highest = training.spec.world_size.max - 1
     if rank is not None and rank > highest:
         expected = f"expected at most {highest}: the ranks of {training.display_name}"
@@ -331,13 +337,11 @@ def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
     """
     client = Client()
     training = client.get(name).last
-    _check_rank(training, rank)
+    check_rank(training, rank)
     ref, states = flows.TrainingRef(training.name, training.uid), [training]
     try:
         client.run(flows.wait_until_end(ref, timeout, on_read=states.append))
         value = as_json(client.run(flows.result(ref, rank)))
-    except ResultError as error:
-        raise click.ClickException(str(error)) from error
     except BelowMinimumWorld as error:
         if states[-1].status.phase.is_terminal:
             raise

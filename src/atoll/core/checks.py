@@ -74,7 +74,7 @@ class Bounds(NamedTuple):
     def expected(self) -> str:
         if self.is_integer:
             return f"expected a whole number from {self.low} to {self.high}"
-        return f"expected a number from {self.low:g} to {self.high:g}"
+        return f"expected a number from {self.low:.15g} to {self.high:.15g}"
 
     def check(self, field: str, value: object) -> None:
         if value is None and self.is_optional:

@@ -77,10 +77,19 @@ def parse_requirement(field: str, text: str) -> Requirement:
     )
 
 
+def parse_condition(field: str, text: str) -> Requirement:
+    """As `parse_requirement`, and one that could hold: only numbers are less or more."""
+    requirement = parse_requirement(field, text)
+    is_ordered = requirement.operator not in ("", "=", "!=")
+    if is_ordered and not _is_number(parse_value(requirement.value)):
+        raise ValidationError(field, text, f"expected a number after {requirement.operator}")
+    return requirement
+
+
 def parse_metric(field: str, text: str) -> tuple[str, Requirement]:
     """`min:loss<2`: the aggregate, `last` if none is named, and the requirement."""
     requirement = parse_requirement(field, text)
-    if not requirement.operator:
+    if not requirement.operator or not _is_number(parse_value(requirement.value)):
         raise ValidationError(field, text, "expected a condition such as loss<2 or min:loss<2")
     aggregate, name = _prefixed(requirement.name, AGGREGATES, "last")
     return aggregate, requirement._replace(name=name)
@@ -118,8 +127,8 @@ class Selection(NamedTuple):
     ) -> Selection:
         """Raises ValidationError."""
         return cls(
-            tuple(parse_requirement("label", text) for text in labels),
-            tuple(parse_requirement("setting", text) for text in settings),
+            tuple(parse_condition("label", text) for text in labels),
+            tuple(parse_condition("setting", text) for text in settings),
             tuple(parse_metric("metric", text) for text in metrics),
             None if sort is None else parse_sort("sort", sort),
         )

@@ -80,6 +80,17 @@ def test_all_requirements_must_hold() -> None:
         Selection.parse(metrics=["loss"])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"metrics": ["loss<"]}, {"metrics": ["loss<low"]}, {"settings": ["lr>high"]}],
+    ids=str,
+)
+def test_a_condition_that_cannot_hold_is_refused(given: Any) -> None:
+    (text,) = next(iter(given.values()))
+    with pytest.raises(ValidationError, match=f"'{text}' is not valid: expected a"):
+        Selection.parse(**given)
+
+
 def test_the_newest_is_first_unless_another_order_is_wanted() -> None:
     trainings = [training("old", 1.0), training("new", 9.0)]
     assert names(Selection.parse(), trainings) == ["new", "old"]
