@@ -62,6 +62,8 @@ BAD = [
     (("run", "-e", "1X=2", "--", "true"), "--env: '1X' is not valid"),
     (("run", "--pip", " ", "--", "true"), "--pip[0]: ' ' is not valid: expected a package"),
     (("limits", "--cpu", "many"), "--cpu: 'many' is not valid: expected a quantity"),
+    (("run", "--memory", "16", "--", "true"), "--memory: '16' is not valid: expected at least 1Mi"),
+    (("limits", "--memory", "4"), "--memory: '4' is not valid: expected at least 1Mi: a number"),
     (("limits", "--memory", "0"), "--memory: '0' is not valid: expected more than 0"),
     (
         ("run", "-e", "NOT_SET_HERE", "--", "true"),
@@ -153,7 +155,7 @@ def test_what_the_training_refuses_is_one_line_and_1(atoll: Any) -> None:
     _check(atoll("scale", "refusing", "-1"), 1, "target -1 is outside [2, 2]")
     assert atoll("cancel", "refusing").returncode == 0
     assert atoll("wait", "refusing").returncode == 1
-    _check(atoll("scale", "refusing", "2"), 1, "the training is cancelled, cannot scale to 2")
+    _check(atoll("scale", "refusing", "2"), 1, "the training was cancelled: it cannot scale to 2")
     assert atoll("rm", "-f", "refusing").returncode == 0
 
 

@@ -212,7 +212,8 @@ def report_misuse(error: click.ClickException) -> int:
     kind = getattr(getattr(error, "param", None), "type", None)
     if type(error) is click.BadParameter and isinstance(kind, NUMBERS):
         value = error.message.partition(" is not ")[0]
-        error.message = f"{value} is not valid: {expected_number(kind)}"
+        message = f"{value} is not valid: {expected_number(kind)}"
+        error = click.BadParameter(message, error.ctx, error.param)
     text = " ".join(error.format_message().rstrip(".").split())
     if isinstance(error, click.NoSuchOption) and path == "atoll" and not error.possibilities:
         text += f". Options follow the command: atoll run {error.option_name} …"
@@ -222,7 +223,7 @@ def report_misuse(error: click.ClickException) -> int:
     return USAGE
 
 
-def expected_number(kind: click.ParamType) -> str:
+def expected_number(kind: object) -> str:
     noun = "a whole number" if isinstance(kind, type(click.INT)) else "a number"
     low, high = getattr(kind, "min", None), getattr(kind, "max", None)
     if low is None:

@@ -367,10 +367,11 @@ LIMITS = ("RESOURCE", "USED", "FREE", "TOTAL")
 @click.option("--memory", help="Memory that all ranks together may ask for, such as 16Gi.")
 @json_option
 def limits(slots: int | None, cpu: str | None, memory: str | None, is_json: bool) -> None:
-    """Show or set what all ranks on this machine together may ask for.
+    """Show or set what ranks on this machine may ask for.
 
-    atoll counts what ranks ask for with --cpu, --memory and --gpus of 'atoll run', and what does
-    not fit waits. This is not enforced: a rank may use more. A limit holds until you change it.
+    The limits are for all ranks together. atoll counts what ranks ask for with --cpu, --memory and
+    --gpus of 'atoll run', and what does not fit waits. This is not enforced: a rank may use more.
+    A limit holds until you change it.
     """
     from atoll.cli.output import print_json, table
     from atoll.core.executors import LOCAL

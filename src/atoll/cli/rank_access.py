@@ -165,7 +165,10 @@ def _enter(
 )
 @json_option
 def kill(name: str, rank: int, name_of_signal: str, is_json: bool) -> None:
-    """Send a signal to the process of a rank, for example to see it restart."""
+    """Send a signal to the process of a rank.
+
+    For example to see it restart, if its training has --max-restarts.
+    """
     signal_of(name_of_signal)
     result = Client().get(name).kill(rank, name_of_signal)
     if is_json:

@@ -100,10 +100,11 @@ def sweep(
     is_json: bool,
     **values: Any,
 ) -> None:
-    """Run a script with many settings, one training for each, and compare them.
+    """Run a script with many settings and compare them.
 
-    The same command again resumes: what succeeded, runs or was stopped early is not run again,
-    what failed or was cancelled is. 'atoll ps --group NAME' shows the table at any time.
+    Each combination of settings is a training of its own. The same command again resumes: what
+    succeeded, runs or was stopped early is not run again, what failed or was cancelled is.
+    'atoll ps --group NAME' shows the table at any time.
 
     Exit code: 0 all succeeded or were stopped early, 1 one failed, 2 bad usage, 130 by Ctrl-C. The
     first Ctrl-C cancels what runs, the second leaves at once.

@@ -149,7 +149,9 @@ def _without_empty(
 def follow_versions(
     uri: str, folder: str, command: str | None, name: str | None, is_once: bool, is_json: bool
 ) -> None:
-    """Write each version at URI as FOLDER/vN, and point the link FOLDER/current to it.
+    """Write each version at URI into FOLDER.
+
+    A version is FOLDER/vN, and the link FOLDER/current points to the newest.
 
     FOLDER is empty at first; versions before the last two are deleted in it. CMD finds the folder
     of the version in ATOLL_WEIGHTS_PATH, its number in ATOLL_WEIGHTS_NUMBER and its step in

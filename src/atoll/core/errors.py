@@ -130,8 +130,9 @@ class UDTerminalState(DistributedError):
     """The training has ended, so this is not possible."""
 
     def __init__(self, phase: str, requested_target: int | None = None, message: str = "") -> None:
-        refusal = "" if requested_target is None else f", cannot scale to {requested_target}"
-        super().__init__(message or f"the training is {phase}{refusal}")
+        refusal = "" if requested_target is None else f": it cannot scale to {requested_target}"
+        state = "was cancelled" if phase == "cancelled" else f"has {phase}"
+        super().__init__(message or f"the training {state}{refusal}")
         self.phase = phase
         self.requested_target = requested_target
 

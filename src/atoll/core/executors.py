@@ -12,7 +12,7 @@ from atoll.core.checks import check_bounds
 from atoll.core.errors import Permanent, ValidationError, to_install
 from atoll.core.model import Model, SpecModel
 from atoll.core.phase import ConditionType
-from atoll.core.text import check_quantity, format_bytes, parse_quantity
+from atoll.core.text import check_memory, check_quantity, format_bytes, parse_quantity
 
 if TYPE_CHECKING:
     from atoll.core.ports import Executor
@@ -73,9 +73,10 @@ class Limits(SpecModel, frozen=True):
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        check_quantity("cpu", self.cpu)
+        check_memory("memory", self.memory)
         for field in ("cpu", "memory"):
             text = getattr(self, field)
-            check_quantity(field, text)
             if text is not None and parse_quantity(text) == 0:
                 raise ValidationError(field, text, "expected more than 0: else nothing can start")
 

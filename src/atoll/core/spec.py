@@ -24,7 +24,7 @@ from atoll.core.checks import (
 from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import SpecModel, encode
 from atoll.core.settings import Setting, check_labels, check_settings, name_label
-from atoll.core.text import check_quantity
+from atoll.core.text import check_memory, check_quantity
 
 DIGEST = b"sha256:"
 MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source and its code
@@ -118,8 +118,8 @@ class Resources(SpecModel, frozen=True):
     """Minimum memory of each GPU, in GB."""
 
     def __post_init__(self) -> None:
-        for field in ("cpu", "memory"):
-            check_quantity(field, getattr(self, field))
+        check_quantity("cpu", self.cpu)
+        check_memory("memory", self.memory)
         check_bounds(self)
         check_strings("gpu_models", self.gpu_models)
 

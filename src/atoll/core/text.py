@@ -173,6 +173,13 @@ def check_quantity(field: str, value: object) -> None:
         raise ValidationError(field, value, expected)
 
 
+def check_memory(field: str, value: object) -> None:
+    """As `check_quantity`, and no slip such as 4 for 4Gi: no program starts in less than 1 MiB."""
+    check_quantity(field, value)
+    if isinstance(value, str) and 0 < parse_quantity(value) < 2**20:
+        raise ValidationError(field, value, "expected at least 1Mi: a number alone is bytes")
+
+
 def parse_quantity(text: str) -> float:
     """The number for `2`, `500m` (0.5), `4Gi` (4294967296). The spec has checked the text."""
     digits = text.rstrip("mkKMGTPEi")
