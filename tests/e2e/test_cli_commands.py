@@ -270,7 +270,7 @@ def test_the_result_of_a_rank(atoll: Any) -> None:
     assert atoll.json("result", "valued", "--rank", "0")["result"]["loss"] == 0.5
     missing = atoll("result", "valued", "--rank", "1")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
-    assert "expected at most 0: the ranks of valued" in missing.stderr
+    assert "valued has rank 0 only" in missing.stderr
     atoll("run", "--name", "broken", "--", "false")
     failed = atoll("result", "broken")
     assert (failed.returncode, failed.stdout) == (1, "")

@@ -65,9 +65,10 @@ def metrics(
     with its newest value.
     """
     from atoll.cli.output import print_json, print_note
-    from atoll.cli.trainings import check_rank, check_svg, parse_time
+    from atoll.cli.trainings import check_svg, parse_time
     from atoll.core.metrics import check_names
     from atoll.sdk.client import Client
+    from atoll.sdk.training import check_rank
 
     is_curve = is_plotted or svg is not None
     if is_curve + is_csv + is_json > 1:
@@ -78,7 +79,7 @@ def metrics(
     after = None if since is None else parse_time(since, time.time())
     training = Client().get(name)
     for rank in ranks:
-        check_rank(training.last, rank)
+        check_rank(training.last, rank, "--rank")
     table = training.metrics(metrics or None, after)
     is_unknown = False
     if not {*metrics} <= {*table["name"]}:  # an ended training is an error of the server's

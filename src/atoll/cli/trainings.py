@@ -50,7 +50,7 @@ from atoll.core.status import Training
 from atoll.core.text import parse_duration
 from atoll.sdk import flows
 from atoll.sdk.client import Client
-from atoll.sdk.training import DistributedTraining
+from atoll.sdk.training import DistributedTraining, check_rank
 
 PHASES = click.Choice(["pending", "ready", "succeeded", "failed", "cancelled"])
 METRICS_AT_ONCE = 50  # trainings in one query: their names fit into a URL
@@ -200,7 +200,7 @@ def status(
     check_svg(svg)
     client = Client()
     training = client.get(name)
-    check_rank(training.last, rank)
+    check_rank(training.last, rank, "--rank")
     if has_attempts:
         attempts = training.attempts(rank)
         print_json(attempts) if is_json else print(attempts_table(attempts, time.time()))
@@ -301,7 +301,7 @@ def logs(
     client = Client()
     training = client.get(name)
     highest = training.last.spec.world_size.max - 1
-    check_rank(training.last, rank)
+    check_rank(training.last, rank, "--rank")
     printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
     printer.width = len(str(highest))
     filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
@@ -309,13 +309,6 @@ def logs(
     position = LogPosition(ref, None if rank is None else [rank], tail, is_followed, filters)
     for line in read_log(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
-
-
-def check_rank(training: Training, rank: int | None) -> None:
-    highest = training.spec.world_size.max - 1
-    if rank is not None and rank > highest:
-        expected = f"expected at most {highest}: the ranks of {training.display_name}"
-        raise ValidationError("--rank", rank, expected)
 
 
 @click.command()
@@ -337,7 +330,7 @@ def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
     """
     client = Client()
     training = client.get(name).last
-    check_rank(training, rank)
+    check_rank(training, rank, "--rank")
     ref, states = flows.TrainingRef(training.name, training.uid), [training]
     try:
         client.run(flows.wait_until_end(ref, timeout, on_read=states.append))

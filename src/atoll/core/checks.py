@@ -211,7 +211,8 @@ def check_strings(field: str, values: object) -> None:
         raise ValidationError(field, values, "expected a list of strings")
     for at, value in enumerate(values):
         if not is_text(value):
-            raise ValidationError(f"{field}[{at}]", value, TEXT)
+            expected = TEXT if isinstance(value, str) else "expected text"
+            raise ValidationError(f"{field}[{at}]", value, expected)
 
 
 def is_env_name(value: object) -> bool:

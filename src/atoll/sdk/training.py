@@ -416,14 +416,12 @@ class DistributedTraining:
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Yield every line of these ranks from the start, until the training ends."""
-        return self._renew_after(
-            read_log(self._client.wire, LogPosition(self._ref, ranks, None, True))
-        )
+        position = self._position_of(ranks)
+        return self._renew_after(read_log(self._client.wire, position))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return self._renew_after_async(
-            aread_log(self._client.wire, LogPosition(self._ref, ranks, None, True))
-        )
+        position = self._position_of(ranks)
+        return self._renew_after_async(aread_log(self._client.wire, position))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Events, newest first. `since` (a time, or seconds) leaves out older ones."""
@@ -605,7 +603,7 @@ class DistributedTraining:
         return flows.rerun(self.last, changes, uuid.uuid4().hex)
 
     def _attempts(self, rank: int | None) -> Flow[list[AttemptStatus]]:
-        check_as("rank", rank, RankNumber | None)
+        check_rank(self.last, rank)
         return flows.attempts(self._ref, rank)
 
     def _metrics(
@@ -630,7 +628,7 @@ class DistributedTraining:
         search: str | None,
         ignore_case: bool,
     ) -> LogPosition:
-        check_as("rank", rank, RankNumber | None)
+        check_rank(self.last, rank)
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
             raise ValidationError("search", search, "expected a text of one line")
@@ -638,6 +636,20 @@ class DistributedTraining:
         if search is not None:
             filters |= {"search": search, "ignoreCase": ignore_case or None}
         return LogPosition(self._ref, None if rank is None else [rank], tail, follow, filters)
+
+    def _position_of(self, ranks: Sequence[int] | None) -> LogPosition:
+        for rank in ranks or ():
+            check_rank(self.last, rank)
+        return LogPosition(self._ref, ranks, None, True)
+
+
+def check_rank(training: Training, rank: int | None, field: str = "rank") -> None:
+    """Raises ValidationError for a rank that the training cannot have."""
+    check_as(field, rank, RankNumber | None)
+    highest = training.spec.world_size.max - 1
+    if rank is not None and rank > highest:
+        ranks = "rank 0 only" if highest == 0 else f"ranks 0 to {highest}"
+        raise ValidationError(field, rank, f"{training.display_name} has {ranks}")
 
 
 def _exec_request(

@@ -42,6 +42,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.logs(rank=1),
+        lambda t: t.stream_logs([0, 1]),
+        lambda t: t.attempts(1),
+    ],
+    ids=["logs", "stream_logs", "attempts"],
+)
+def test_a_rank_that_the_training_cannot_have_is_refused(read: Any) -> None:
+    client: Any = CountingClient()
+    with pytest.raises(ValidationError, match="rank: 1 is not valid: t has rank 0 only"):
+        read(DistributedTraining(client, PENDING))
+    assert client.reads == 0
+
+
 def test_properties_in_a_row_cost_one_request_and_agree(clock: list[float]) -> None:
     client: Any = CountingClient()
     t = DistributedTraining(client, PENDING)
