@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
+from atoll.core.checks import check_int, check_timeout
 from atoll.core.errors import BackendError, NotFound, Temporary, ValidationError
 from atoll.files.writing import write_file
 from atoll.objectstore import ObjectStore
@@ -63,6 +64,8 @@ DTYPES = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -74,6 +77,8 @@ DTYPES = {
     "bool": "BOOL",
 }
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
+MAX_NUMBER = 9_999_999_999  # numbers have ten digits in keys
+PAIRS = "expected names with their tensors, such as model.named_parameters()"
 RESERVED_NAME = "__metadata__"  # of the header of a safetensors file
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _WRITTEN = re.compile(r"v[0-9]{1,10}|\.v[0-9]{1,10}\.[0-9a-f]+|\.current\.[0-9a-f]+")
@@ -160,10 +165,8 @@ def _check_options(full_every: int, keep: int, dtype: Any) -> None:
         raise ValidationError("dtype", dtype, f"expected torch.{dtype.removeprefix('torch.')}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValidationError("dtype", dtype, "expected a floating point type: it is for weights")
-    if not isinstance(full_every, int) or full_every < 1:
-        raise ValidationError("full_every", full_every, "expected a number of at least 1")
-    if not isinstance(keep, int) or keep < 0:
-        raise ValidationError("keep", keep, "expected a number of at least 0")
+    check_int("full_every", full_every, 1, MAX_NUMBER)
+    check_int("keep", keep, 0, MAX_NUMBER)
 
 
 def _threads() -> Threads:
@@ -227,18 +230,19 @@ class Publisher:
         Raises Superseded, for good, if another publisher came. The iterator is read to its end
         whatever happens, since other processes may take part in each of its steps.
         """
-        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-            raise ValidationError("step", step, "expected a whole number or None")
-        gathered = _gather(named_tensors)
+        items = _pairs(named_tensors)
 
         def drain() -> None:
-            for _ in gathered:
-                pass
+            for item in items:
+                _gather(item[-1] if isinstance(item, tuple) else item)
 
+        gathered = ((name, _gather(tensor)) for name, tensor in _checked(items))
         own = gathered if self._group is None else self._owners.select(gathered)
         values = ((name, _value(name, each, self._dtype)) for name, each in own)
         source = TensorsSource(values, self._extra, self._threads.run)
         try:
+            if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+                raise ValidationError("step", step, "expected a whole number or None")
             if self._group is not None:
                 record = self._driver.run(self._group.publish(source, step, drain))
             else:
@@ -354,7 +358,7 @@ class Follower:
     """
 
     def __init__(self, uri: str | os.PathLike[str], *, name: str | None = None) -> None:
-        if name is not None and not _NAME.fullmatch(name):
+        if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise ValidationError("name", name, "expected letters, digits, '-' and '_', at most 63")
         host = name or re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40] or "follower"
         self._driver = StoreDriver(uri)
@@ -379,8 +383,9 @@ class Follower:
         caller names it. Raises ValidationError if it has been passed. Nothing outside the host copy
         changes.
         """
-        if number is not None and (not isinstance(number, int) or number < max(self._last, 1)):
-            raise ValidationError("number", number, f"expected at least {max(self._last, 1)}")
+        if number is not None:
+            check_int("number", number, max(self._last, 1), MAX_NUMBER)
+        check_timeout(timeout)
         self._threads.check_open()
         deadline = time.monotonic() + timeout
         while True:
@@ -547,21 +552,31 @@ def _remove_others(root: Path, kept: set[str]) -> None:
 # -- Tensors
 
 
-def _gather(named_tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
-    """Each tensor whole: every process of a sharded model takes part in each step."""
-    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    for name, tensor in _checked(items):
-        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def _gather(tensor: Any) -> Any:
+    """The tensor whole: every process of a sharded model takes part."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _checked(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _pairs(named_tensors: NamedTensors) -> Iterator[Any]:
+    try:
+        return iter(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    except TypeError:
+        raise ValidationError("named_tensors", type(named_tensors).__name__, PAIRS) from None
+
+
+def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Raises ValidationError for a name that safetensors does not have, and for no tensors at all:
     followers would drop those they have."""
     is_empty = True
-    for name, tensor in items:
+    for item in items:
         is_empty = False
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise ValidationError("named_tensors", type(item).__name__, PAIRS)
+        name, tensor = item
         if not isinstance(name, str) or name in ("", RESERVED_NAME):
-            raise ValidationError("named_tensors", name, f"expected a name but {RESERVED_NAME!r}")
+            raise ValidationError(
+                "named_tensors", name, f"expected text that is not empty nor {RESERVED_NAME!r}"
+            )
         if not name.isascii() and name != name.encode("utf-8", "replace").decode():
             raise ValidationError("named_tensors", ascii(name), "expected a name in UTF-8")
         yield name, tensor
@@ -571,27 +586,32 @@ def _checked(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(name: str, tensor: Any, dtype: Any) -> TensorValue:
-    """The tensor's bytes in host memory; not copied where they are there."""
+    """A copy of the tensor in host memory: the caller's may be used again for the next one."""
     if not hasattr(tensor, "detach"):
-        array = np.ascontiguousarray(tensor)
+        array = np.array(tensor, order="C")
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        dtype, shape = array.dtype, np.shape(tensor)
-        kind = DTYPES.get(dtype.name)
-        data = array.reshape(-1).view(np.uint8) if kind else array
-    else:
-        import torch
+        kind = _kind_of(name, array.dtype.name)
+        value = TensorValue(kind, array.shape, array.reshape(-1).view(np.uint8))
+        if dtype is None or array.dtype.kind != "f":
+            return value
+        tensor = _tensor(value)
+    import torch
 
-        tensor = tensor.detach()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
-        kind = DTYPES.get(str(dtype).removeprefix("torch."))
-        data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if kind is None:
-        raise ValidationError(
-            f"named_tensors[{name!r}]", str(dtype), "expected a tensor of numbers that are real"
-        )
-    return TensorValue(kind, shape, data)
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    kind = _kind_of(name, str(dtype).removeprefix("torch."))
+    if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+        what = "meta" if tensor.is_meta else tensor.layout
+        raise ValidationError(f"named_tensors[{name!r}]", str(what), "expected a dense tensor")
+    copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    return TensorValue(kind, tuple(copy.shape), copy.reshape(-1).view(torch.uint8).numpy())
+
+
+def _kind_of(name: str, dtype: str) -> str:
+    if dtype not in DTYPES:
+        expected = f"expected one of {', '.join(DTYPES)}"
+        raise ValidationError(f"named_tensors[{name!r}]", dtype, expected)
+    return DTYPES[dtype]
 
 
 def _tensor(value: TensorValue) -> torch.Tensor:
@@ -619,7 +639,12 @@ def _read_files(
         paths = [each for each in paths if not _WEIGHTS.fullmatch(each.name)]
         paths = [each for each in paths if not each.name.startswith(".")]
     else:
-        paths = [Path(each) for each in files]
+        try:
+            paths = [Path(each) for each in files]
+        except TypeError as error:
+            raise ValidationError(
+                "files", files, "expected a folder, or a list of files"
+            ) from error
     extra: dict[str, bytes] = {}
     for path in paths:
         if not _FILE.fullmatch(path.name) or _WEIGHTS.fullmatch(path.name) or path.name in extra:

@@ -35,7 +35,8 @@ from atoll.weights.records import Damaged
 
 # Item sizes of the types that safetensors has.
 DTYPE_SIZES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("BOOL", "U8", "I8"), 1),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
@@ -147,11 +148,10 @@ def cut_rows(
     return rows
 
 
-def gather(tensors: Mapping[str, TensorValue], row: Sequence[Slice], *, is_copy: bool) -> Array:
+def gather(tensors: Mapping[str, TensorValue], row: Sequence[Slice]) -> Array:
+    """The values of a row; not copied if they are of one tensor."""
     pieces = [tensors[each.name].values[each.start : each.end] for each in row]
-    if len(pieces) > 1:
-        return np.concatenate(pieces)
-    return pieces[0].copy() if is_copy else pieces[0]
+    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def digest_steps(
@@ -259,7 +259,7 @@ class Tensors:
 
     def _decode(self, job: tuple[Sequence[Slice], memoryview]) -> RowChange:
         row, data = job
-        old = gather(self.tensors, row, is_copy=False)
+        old = gather(self.tensors, row)
         indices, values = decode_row(data, old)
         if indices is None:
             indices = changed_indices(old, values)
@@ -387,7 +387,7 @@ class TensorsDelta:
             self.changed += count
         heads = []
         for name in sorted(set(batch) - set(names)):
-            tensor = batch[name]._replace(data=batch[name].data.copy())
+            tensor = batch[name]
             pieces = self._run(encode_plain, plain_rows(tensor))
             bodies += pieces
             heads.append(
@@ -410,8 +410,7 @@ class TensorsDelta:
         self, job: tuple[dict[str, TensorValue], Sequence[Slice]]
     ) -> tuple[bytes, list[tuple[str, int]], int]:
         batch, row = job
-        old = gather(self._base.tensors, row, is_copy=False)
-        new = gather(batch, row, is_copy=True)  # an optimizer may step meanwhile (rule 6)
+        old, new = gather(self._base.tensors, row), gather(batch, row)
         indices = changed_indices(old, new)
         if not indices.size:
             return b"", [], 0
@@ -507,7 +506,7 @@ def load_files(files: Mapping[str, Buffer], run: Run) -> Tensors:
 
 @dataclass
 class TensorsSource:
-    """What the caller publishes; `tensors` is read once."""
+    """What is published; `tensors` is read once. Nobody changes its values afterwards (rule 6)."""
 
     tensors: Iterable[tuple[str, TensorValue]]
     extra: Mapping[str, bytes]
@@ -519,7 +518,7 @@ class TensorsSource:
         for name, tensor in self.tensors:
             if name in tensors:
                 raise ValidationError("named_tensors", name, "expected each name once")
-            tensors[name] = tensor._replace(data=tensor.data.copy())
+            tensors[name] = tensor
         return Tensors(tensors, self.extra, self.run)
 
     def delta(self, base: Tensors) -> TensorsDelta:

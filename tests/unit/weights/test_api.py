@@ -80,6 +80,12 @@ def test_what_is_published_has_the_type_asked_for(tmp_path: Path) -> None:
     other = torch.nn.Linear(3, 2)
     follower.copy_into(other)
     assert torch.equal(other.weight, model.weight.bfloat16().float())
+    arrays = {"floats": np.ones(3, np.float64), "numbers": np.arange(3)}
+    Publisher(tmp_path / "numpy", dtype=torch.bfloat16).publish(arrays)
+    with Follower(tmp_path / "numpy") as reader:
+        reader.next()
+        types = {name: each.dtype for name, each in reader.tensors().items()}
+    assert types == {"floats": torch.bfloat16, "numbers": torch.int64}
 
 
 def test_tensors_come_go_and_change_type_and_shape(tmp_path: Path) -> None:
@@ -119,6 +125,22 @@ def test_an_optimizer_that_steps_meanwhile_makes_a_version_that_followers_take(
     assert publisher.publish(weights(2))
     assert follower.next()
     assert_is(follower, 2)
+
+
+def test_each_tensor_of_an_iterator_may_lie_in_the_same_memory(tmp_path: Path) -> None:
+    publisher, follower = Publisher(tmp_path), Follower(tmp_path)
+    memory = torch.empty(40, 30)
+
+    def staged(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            yield name, memory.copy_(tensor)
+
+    for step in range(3):  # a full copy, then deltas
+        tensors = {str(n): torch.full((40, 30), float(n + step)) for n in range(4)}
+        publisher.publish(staged(tensors))
+        assert follower.next()
+        found = follower.tensors()
+        assert all(torch.equal(found[name], each) for name, each in tensors.items())
 
 
 def test_the_newer_trainer_wins_and_goes_on_with_a_delta(tmp_path: Path) -> None:
@@ -250,6 +272,14 @@ def test_publish_reads_its_iterator_to_the_end_whatever_happens(tmp_path: Path) 
     with pytest.raises(ValidationError, match="t2"):
         new.publish(tensors(torch.zeros(2, dtype=torch.complex64)))
     assert taken == [0, 1, 2, 3, 4]
+    taken.clear()
+    with pytest.raises(ValidationError, match="step"):
+        new.publish(tensors(torch.zeros(2)), step="last")  # type: ignore[arg-type]
+    assert taken == [0, 1, 2, 3, 4]
+    taken.clear()
+    with pytest.raises(ValidationError, match="not empty"):
+        new.publish((name if name != "t2" else "", each) for name, each in tensors(torch.zeros(2)))
+    assert taken == [0, 1, 2, 3, 4]
     assert new.publish(tensors(torch.zeros(2))).number
 
 
@@ -281,6 +311,26 @@ def test_values_are_those_of_the_array_in_any_order_of_bytes_or_dimensions(tmp_p
     follower.next()
     for name, tensor in follower.tensors().items():
         assert np.array_equal(tensor.numpy(), arrays[name]), name
+
+
+def test_every_type_of_tensor_comes_back_bit_for_bit_and_in_the_folder(tmp_path: Path) -> None:
+    publisher, follower = Publisher(tmp_path / "a"), Follower(tmp_path / "a")
+    rng, out = np.random.default_rng(3), tmp_path / "out"
+    for step in range(3):
+        tensors = {}
+        for name in api.DTYPES:
+            values = torch.from_numpy(
+                rng.integers(0, 2 if name == "bool" else 256, 24 * 8, np.uint8)
+            )
+            tensors[name] = values.view(getattr(torch, name)).reshape(2, -1).T
+        publisher.publish(tensors, step=step)
+        assert follower.next()
+        follower.verify()
+        for found in (follower.tensors(), load_file(f"{follower.write(out)}/model.safetensors")):
+            for name, each in tensors.items():
+                assert (found[name].dtype, found[name].shape) == (each.dtype, each.shape)
+                bits = (each.contiguous().view(torch.uint8), found[name].view(torch.uint8))
+                assert torch.equal(*bits), name
 
 
 def test_a_folder_that_others_read_is_never_written(tmp_path: Path) -> None:
@@ -486,7 +536,10 @@ def test_verify_sees_memory_that_has_changed(tmp_path: Path) -> None:
     ("bad", "field"),
     [
         ({"full_every": 0}, "full_every"),
+        ({"full_every": True}, "full_every"),
         ({"keep": -1}, "keep"),
+        ({"keep": 1.5}, "keep"),
+        ({"files": 5}, "files"),
         ({"files": "/nowhere"}, "files"),
         ({"files": ["/etc/passwd.bin"]}, "files"),
         ({"dtype": "bfloat16"}, "dtype"),
@@ -500,15 +553,33 @@ def test_bad_input_is_refused_before_anything_happens(
     with pytest.raises(ValidationError, match=field):
         Publisher(tmp_path / "a", **bad)  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
-    with pytest.raises(ValidationError, match="name"):
-        Follower(tmp_path / "a", name="a/b")
+    for name in ("a/b", "", 5):
+        with pytest.raises(ValidationError, match="name"):
+            Follower(tmp_path / "a", name=name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"number": True}, {"number": 0}, {"number": 2.0}, {"number": 10**10},
+     {"timeout": -1}, {"timeout": None}, {"timeout": float("nan")}, {"timeout": "5"}],
+)  # fmt: skip
+def test_a_follower_refuses_numbers_and_times_that_are_none(
+    tmp_path: Path, bad: dict[str, Any]
+) -> None:
+    publisher, follower = Publisher(tmp_path), Follower(tmp_path)
+    publisher.publish(weights(1), step=1)
+    with pytest.raises(ValidationError, match=next(iter(bad))):
+        follower.next(**bad)
+    assert follower.next()
+    assert_is(follower, 1)
 
 
 @pytest.mark.parametrize(
     "bad",
     [{}, iter(()), {"__metadata__": torch.ones(1)}, {"": torch.ones(1)}, [(None, torch.ones(1))],
-     {"\ud800": torch.ones(1)}, {"x": "text"}, {"x": None},
-     {"x": torch.ones(1, dtype=torch.complex64)}],
+     {"\ud800": torch.ones(1)}, {"x": "text"}, {"x": None}, torch.nn.Linear(2, 2),
+     torch.nn.Linear(2, 2).parameters(), [("x",)], {"x": torch.ones(1, dtype=torch.complex64)},
+     {"x": torch.ones(1, device="meta")}, {"x": torch.eye(2).to_sparse()}],
 )  # fmt: skip
 def test_what_followers_could_not_take_is_not_published(tmp_path: Path, bad: Any) -> None:
     publisher, follower = Publisher(tmp_path), Follower(tmp_path)
