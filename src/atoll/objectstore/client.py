@@ -167,8 +167,8 @@ class ObjectStore:
         if is_twice:
             raise Permanent(
                 f"{self.uri}: the store ignores conditional writes (If-None-Match: *), without "
-                f"which two replicas could both decide a round: use a store that has them, such as "
-                f"S3, Google Cloud Storage, Azure, MinIO or a folder"
+                "which two writers could both have one round or version: use a store that has "
+                "them, such as S3, Google Cloud Storage, Azure, MinIO or a folder"
             )
 
     def get(

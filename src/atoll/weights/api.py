@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from atoll.core.checks import check_int, check_timeout
-from atoll.core.errors import BackendError, NotFound, Temporary, ValidationError
+from atoll.core.errors import BackendError, NotFound, Permanent, Temporary, ValidationError
 from atoll.files.writing import write_file
 from atoll.objectstore import ObjectStore
 from atoll.objectstore.effects import Create, Delete, Get, List, Put, StoreError
@@ -111,6 +111,7 @@ class StoreDriver:
     ) -> None:
         self.store = ObjectStore.open(uri)
         self.processes = processes
+        self._is_without_lease = False
 
     @property
     def poll_s(self) -> float:
@@ -135,9 +136,13 @@ class StoreDriver:
 
     def perform(self, effect: Any) -> Any:
         match effect:
+            case Put(key, body) if key.startswith("lease/"):
+                return self._lease(partial(self.store.put, key, body))
+            case Delete(keys) if all(key.startswith("lease/") for key in keys):
+                return self._lease(partial(self.store.delete, keys))
             case Put(key, body):
                 # A record names it later, so it must outlast a loss of power as the record does.
-                return self.store.put(key, body, is_durable=not key.startswith("lease/"))
+                return self.store.put(key, body, is_durable=True)
             case Create(key, body):
                 return self.store.create(key, body)
             case Get(key):
@@ -156,6 +161,16 @@ class StoreDriver:
             case Sleep(seconds):
                 return time.sleep(seconds)
         raise TypeError(f"no effect: {effect!r}")
+
+    def _lease(self, request: Callable[[], None]) -> None:
+        """A follower that may only read goes on without a lease: what it needs may be deleted, so
+        that it waits for a full copy. Nothing else depends on it."""
+        try:
+            request()
+        except Permanent as error:
+            if not self._is_without_lease:
+                log.warning("following without a lease, so versions may be skipped: %s", error)
+            self._is_without_lease = True
 
 
 def _check_options(full_every: int, keep: int, dtype: Any) -> None:

@@ -53,8 +53,11 @@ def read_channel(uri: str | os.PathLike[str], *, limit: int = 20) -> Channel:
             continue
         if publisher is not None and looks_like_claim(row.size):
             continue  # the newest record alone says who publishes
+        data = store.find(row.key)
+        if data is None:
+            continue  # it was deleted meanwhile
         try:
-            record = read_record(store.get(row.key), number)
+            record = read_record(data, number)
         except Damaged:
             continue
         if publisher is None:

@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from atoll.cli import weights as cli
 from atoll.cli.main import app
 from atoll.core.errors import ValidationError
-from atoll.weights import Follower, Publisher, api
+from atoll.weights import Follower, Publisher, api, channel
 from atoll.weights.state import Tensors
+from tests.support.stores import FaultyStore
 
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 
@@ -47,6 +48,20 @@ def test_the_list_has_versions_and_followers(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, ["weights", str(tmp_path)]).output
     assert "VERSION  STEP" in text
     assert "rollout-7." in text
+
+
+def test_versions_that_are_deleted_while_they_are_listed_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, 4)
+
+    def fault(what: str, key: str, is_done: bool) -> None:
+        if what == "list" and is_done:
+            (tmp_path / "log" / "0000000002").unlink(missing_ok=True)
+
+    monkeypatch.setattr(channel, "ObjectStore", FaultyStore)
+    monkeypatch.setattr(FaultyStore, "fault", staticmethod(fault))
+    assert [each.number for each in channel.read_channel(tmp_path).versions] == [5, 4, 3]
 
 
 def test_a_follower_on_its_way_in_serves_no_version(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atoll.core.errors import Permanent, ValidationError
+from atoll.core.errors import Permanent, StoreDenied, ValidationError
 from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
 from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
 from atoll.weights.state import Tensors, TensorsChange, Threads, load_files
@@ -281,6 +281,28 @@ def test_publish_reads_its_iterator_to_the_end_whatever_happens(tmp_path: Path) 
         new.publish((name if name != "t2" else "", each) for name, each in tensors(torch.zeros(2)))
     assert taken == [0, 1, 2, 3, 4]
     assert new.publish(tensors(torch.zeros(2))).number
+
+
+def test_a_follower_that_may_only_read_follows_without_a_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(what: str, key: str, is_done: bool) -> None:
+        if what not in ("get", "list"):
+            raise StoreDenied("the store refused access")
+
+    publisher = Publisher(tmp_path, full_every=3, keep=0)
+    publisher.publish(weights(0), step=0)
+    with Follower(tmp_path) as follower:
+        for step in range(1, 8):
+            monkeypatch.setattr(FaultyStore, "fault", None)
+            publisher.publish(weights(step), step=step)
+            monkeypatch.setattr(FaultyStore, "fault", staticmethod(fault))
+            assert follower.next()
+            assert_is(follower, step)
+        assert not (tmp_path / "lease").exists()
+    assert [each.getMessage() for each in caplog.records if "lease" in each.getMessage()] == [
+        "following without a lease, so versions may be skipped: the store refused access"
+    ]
 
 
 def test_a_number_is_reached_exactly_or_not_at_all(tmp_path: Path) -> None:
