@@ -144,7 +144,8 @@ class Oracle:
 
     def _see_manifest(self, manifest: Manifest) -> None:
         self.manifests[manifest.digest] = manifest
-        self.decided_at[manifest.digest] = self.now
+        # One who slept through its deletion may create it again, with the same bytes.
+        self.decided_at.setdefault(manifest.digest, self.now)
         is_offer = any(
             manifest.decided_by in each.upload for each in manifest.members if each.weight
         )
