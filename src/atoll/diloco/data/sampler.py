@@ -84,7 +84,8 @@ class DataSampler:
         self._stream = None if stream is None else _StreamReader(stream)
         self.sampler = LeasedBatches(self)
         self._pool: Ranges = ()
-        self._ahead: deque[IndexBatch] = deque()  # handed to a loader
+        # Handed to a loader: what of it is this process's, and what all of the replica have of it.
+        self._ahead: deque[tuple[Ranges, Ranges]] = deque()
         self._in_loop: list[Ranges] = []  # handed to the loop, and no step since
         self._new: list[tuple[int, Ranges]] = []  # trained since the other processes were told
         self._others_ahead: Ranges = ()
@@ -223,11 +224,6 @@ class DataSampler:
 
     # Handing out.
 
-    def next_positions(self) -> Ranges | None:
-        """What this process trains on next; None: nothing is free until the next round."""
-        chunk = self._next_chunk()
-        return self._part_of(chunk) if chunk else None
-
     def _next_chunk(self) -> Ranges:
         """What all processes of the replica train on next; the same in each of them."""
         chunk, self._pool = ranges.take(self._pool, self._batch * self._parts)
@@ -244,10 +240,7 @@ class DataSampler:
         first, last = size * self._part // count, size * (self._part + 1) // count
         return ranges.take(ranges.take(chunk, last)[0], first)[1]
 
-    def next_batch(self) -> IndexBatch | None:
-        part = self.next_positions()
-        if part is None:
-            return None
+    def _make_batch(self, part: Ranges) -> IndexBatch:
         terms, positions = self._lease.ledger.terms, ranges.positions(part)
         if terms.length is None:
             return IndexBatch(positions, positions)
@@ -262,15 +255,18 @@ class DataSampler:
         self.plan()
 
     def hand_to_loader(self) -> IndexBatch | None:
-        batch = self.next_batch()
-        if batch is not None:
-            self._ahead.append(batch)
-        return batch
+        chunk = self._next_chunk()
+        if not chunk:
+            return None
+        part = self._part_of(chunk)
+        self._ahead.append((part, chunk))
+        return self._make_batch(part)
 
     def hand_to_loop(self) -> bool:
         """Whether the batch that the loader gives may be trained on."""
-        part = ranges.of(self._ahead.popleft().positions)
-        is_good = ranges.is_inside(part, self._lease.free)
+        part, chunk = self._ahead.popleft()
+        # If others have a part of it now: all processes of the replica go past it, or none.
+        is_good = ranges.is_inside(chunk, self._lease.free)
         if is_good:
             self._in_loop.append(part)
         return is_good
@@ -306,13 +302,14 @@ class DataSampler:
 
     def _waiting(self) -> Ranges:
         """Handed out and not trained on."""
-        return ranges.union(*self._in_loop, *(ranges.of(each.positions) for each in self._ahead))
+        return ranges.union(*self._in_loop, *(part for part, _ in self._ahead))
 
     def _read_indexes(self) -> Iterator[IndexBatch]:
         while self.has_more():
-            while (batch := self.next_batch()) is not None:
-                self._in_loop.append(ranges.of(batch.positions))
-                yield batch
+            while chunk := self._next_chunk():
+                part = self._part_of(chunk)
+                self._in_loop.append(part)
+                yield self._make_batch(part)
 
     def _read_stream(self, stream: _StreamReader) -> Iterator[list[Any]]:
         while self.has_more():

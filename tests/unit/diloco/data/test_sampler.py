@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 
 from atoll.diloco.data.lease import DataLease
-from atoll.diloco.data.ledger import begin, make_terms
+from atoll.diloco.data.ledger import Hold, begin, make_terms
 from atoll.diloco.data.sampler import DataSampler
 
 
@@ -79,3 +80,17 @@ def test_a_loader_that_cannot_wait_for_a_round_holds_the_data_of_a_late_one_too(
     assert data.want(5) == 5 * 8
     data.fetch_ahead(1)
     assert data.want(5) == (2 * 5 + 1) * 8
+
+
+def test_all_processes_of_a_replica_go_past_a_fetched_batch_that_others_have_a_part_of() -> None:
+    """One that trained alone would wait in a collective for those that did not."""
+    ledger = begin(make_terms(100, period=1, world=2, fragments=1))
+    lost = msgspec.structs.replace(ledger, holds={0: Hold(((4, 25),), 1, True)})
+    for process in range(2):
+        lease = DataLease(ledger, 0)
+        data = DataSampler(Host(), lease, OneOf(process, 2), batch=4)
+        data.begin_loader()
+        for _ in range(2):
+            data.hand_to_loader()  # 0 to 7, of which each process has a half, and 8 to 15
+        lease.ledger = lost
+        assert [data.hand_to_loop() for _ in range(2)] == [False, True], f"process {process}"
