@@ -190,7 +190,8 @@ def main() -> None:
         leave_closed_pipe()
     except OSError as error:
         drop_output()
-        print(f"atoll: error: {escape_control(str(error))}", file=sys.stderr)
+        text = str(error) if error.filename or not error.strerror else error.strerror
+        print(f"atoll: error: {escape_control(text)}", file=sys.stderr)
         code = 1
     sys.exit(code)
 

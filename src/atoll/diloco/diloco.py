@@ -265,11 +265,9 @@ class DiLoCo:
             return
         steps, self._step = self._step, 0
         if steps:
-            count = "1 step" if steps == 1 else f"{steps} steps"
             self._checks.warn(
-                f"{count} after round {self.round} not synchronised: only the model of this "
-                "process has what was learned there. Train whole rounds, or call sync() in all "
-                "replicas at the end"
+                f"{'1 step' if steps == 1 else f'{steps} steps'} after round {self.round} not "
+                "synchronised: only this process has them. Train whole rounds, or end with sync()"
             )
         ends = self._rounds.finish()
         before, self._state = self._state.round, self._rounds.state

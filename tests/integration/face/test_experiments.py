@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.conftest import Shell, until
 
 import atoll
+from atoll.core.errors import Conflict
 
 SCRIPT = """
 import sys, atoll
@@ -54,6 +55,13 @@ def test_a_name_is_shown_as_it_was_given_and_found_by_it(client: atoll.Client) -
     assert training.name == "Exp lr0.1"
     assert training.spec.name == "exp-lr0-1"
     assert client.get("exp-lr0-1").uid == training.uid
+
+
+def test_a_name_that_is_too_much_like_another_names_that_one(client: atoll.Client) -> None:
+    with pytest.raises(Conflict, match=r"'EXP-lr0-1' is too much like 'Exp lr0\.1', which exists"):
+        client.deploy_distributed("EXP-lr0-1", command=["true"])
+    with pytest.raises(Conflict, match="a training named 'other' exists"):
+        client.deploy_distributed("other", command=["true"])
 
 
 def test_settings_are_flags_what_was_given_and_what_a_rank_reported(client: atoll.Client) -> None:

@@ -216,9 +216,13 @@ async def create(call: ApiCall) -> Answer:
     events = []
     if message := unsupported_message(training, call.plane):
         events = [Event(type="Warning", reason=UNSUPPORTED_FIELDS, message=message, at=time.time())]
-    stored = await call.plane.store.create(
-        training, idempotency_key=idempotency_key(call), events=events
-    )
+    try:
+        stored = await call.plane.store.create(
+            training, idempotency_key=idempotency_key(call), events=events
+        )
+    except Conflict as error:
+        await _name_the_other(call, training, error)
+        raise
     is_new = stored.uid == training.uid
     if (
         not is_new
@@ -227,6 +231,20 @@ async def create(call: ApiCall) -> Answer:
     ):
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
     return json_answer(redact(stored), 201 if is_new else 200)
+
+
+async def _name_the_other(call: ApiCall, training: Training, error: Conflict) -> None:
+    """Raises the same error with the name of the training that is there, as it is shown, if that is
+    another one: `a b` and `a.b` are both the DNS label `a-b`."""
+    try:
+        other = (await call.plane.store.get(training.key)).display_name
+    except NotFound:
+        return  # deleted since
+    if other != training.display_name:
+        raise Conflict(
+            f"{training.display_name!r} is too much like {other!r}, which exists: choose another "
+            "name, or delete that one"
+        ) from error
 
 
 def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
