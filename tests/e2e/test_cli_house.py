@@ -61,8 +61,11 @@ def test_limits_are_set_on_a_control_plane_that_runs_and_kept(lone_atoll: Any) -
     assert "1 of 1.5 cpu" in lone_atoll("top", "-c", "1").stdout
     assert lone_atoll("run", "-d", "--name", "b", "--cpu", "1", "--", "true").returncode == 0
     until(lambda: "1 of 1.5 CPUs of" in lone_atoll("status", "b").stdout)
+    assert lone_atoll("run", "-d", "--name", "c", "--cpu", "1", "--", "true").returncode == 0
+    until(lambda: "too little left of 1.5 CPUs: a rank takes 1" in lone_atoll("status", "c").stdout)
     assert lone_atoll("limits", "--cpu", "2").returncode == 0
-    assert lone_atoll("wait", "b").returncode == 0  # it starts as soon as the limit allows it
+    for name in "bc":  # they start as soon as the limit allows it
+        assert lone_atoll("wait", name).returncode == 0
     (lone_atoll.cwd / "go").touch()
     assert lone_atoll("wait", "a").returncode == 0
     bad = lone_atoll("limits", "--cpu", "lots")

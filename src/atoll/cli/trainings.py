@@ -464,7 +464,10 @@ def _confirm_removal(running: list[str], *, can_ask: bool) -> None:
     """Raises unless the user agrees to stop what runs; nothing is removed then."""
     text = f"{', '.join(running)} {'is' if len(running) == 1 else 'are'} running"
     if not (can_ask and sys.stdin.isatty() and sys.stderr.isatty()):
-        raise Permanent(f"{text}: 'atoll cancel' stops, --force stops and removes")
+        what = "it" if len(running) == 1 else "them"
+        raise Permanent(
+            f"{text}: --force stops and removes {what}, 'atoll cancel' only stops {what}"
+        )
     if not click.confirm(f"{text}: stop and remove?", err=True):
         raise Permanent("nothing was removed")
 

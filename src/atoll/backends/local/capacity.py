@@ -441,7 +441,14 @@ def describe_use(name: str, used: int, limit: int, each: int, host: str, least: 
     if least * each <= limit:
         return text
     needed = amount_text(name, least * each)
-    return f"{text}: {least} ranks need {needed}, and 'atoll limits' has the limit"
+    return f"{text}: {least} ranks need {needed}, and 'atoll limits' sets the limit"
+
+
+def describe_lack(name: str, limit: int, each: int, host: str) -> str:
+    """Why ranks behind others wait, without what changes while they do."""
+    return f"{host} has too little left of {amount_text(name, limit)}: a rank takes " + (
+        format_bytes(each) if name == MEMORY else f"{each / MILLI:g}"
+    )
 
 
 def _without(devices: list[str], reserved: Counter[str]) -> list[str]:

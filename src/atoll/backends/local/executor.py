@@ -64,6 +64,7 @@ from atoll.backends.local.capacity import (
     Waiting,
     amount_text,
     count_visible,
+    describe_lack,
     describe_use,
     fitting,
     ids_of,
@@ -705,19 +706,21 @@ class LocalBackend(FolderLogs):
         """How many ranks it may hold by now, and what it waits for if that is too few."""
         uid, world, share = training.uid, training.spec.world_size, self._share(training)
         free, message, left = sys.maxsize, "", self._available()
+        # Behind others, the same text until its turn comes: each change of it would be written.
+        behind = f"older trainings come first on {self._host}"
         for name, amount in self._each.get(uid, {}).items():
             if (fit := fitting({name: amount}, left)) < free:
                 limit = self._limits[name]
                 used = limit - left[name]
                 message = describe_use(name, used, limit, amount, self._host, world.min)
                 free = fit
+                if name != SLOTS and fit < max(world.min - assigned, 1):
+                    behind = describe_lack(name, limit, amount, self._host)
         if share is not None and (fit := len(self._devices.free(share)) // share.each) < free:
             free, message = fit, self._devices.describe(share, self._host, world.min)
         if uid not in self._queue or self._queue.is_first(uid):
             return assigned + free, message
-        more = self._queue.ranks_for(uid, self._free())
-        # The same text until its turn comes: what changes would be written each time.
-        return assigned + more, f"older trainings come first on {self._host}"
+        return assigned + self._queue.ranks_for(uid, self._free()), behind
 
     def _share(self, training: Training) -> DeviceShare | None:
         spec = training.spec

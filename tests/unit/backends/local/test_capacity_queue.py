@@ -11,6 +11,7 @@ from atoll.backends.local.capacity import (
     DeviceShare,
     StartQueue,
     Waiting,
+    describe_lack,
     describe_use,
     requested,
 )
@@ -164,6 +165,12 @@ def test_the_reason_for_waiting_names_what_is_short() -> None:
     assert cpu == "1.5 of 2 CPUs of h are in use, and each rank takes 1"
     memory = describe_use("memory", 0, 2**31, 2**30, "h", 2)
     assert memory == "0 B of 2 GiB of memory of h are in use, and each rank takes 1 GiB"
+    assert (
+        describe_lack("cpu", 2000, 1500, "h") == "h has too little left of 2 CPUs: a rank takes 1.5"
+    )
+    assert describe_lack("memory", 2**31, 2**30, "h").endswith(
+        "2 GiB of memory: a rank takes 1 GiB"
+    )
     never = describe_use("slots", 0, 2, 1, "h", 4)
     assert never.startswith(
         "0 of 2 slots of h are in use: 4 ranks need 4 slots, and 'atoll limits'"
