@@ -349,8 +349,9 @@ def _end_order(rank: RankStatus) -> tuple[float, int]:
 def exception_in(lines: Sequence[str]) -> str:
     """`ValueError: oops`, if `lines` end with a traceback, or else an empty text.
 
-    A program that printed more after a traceback went on. Torch marks each line of the traceback
-    of a process, so what others printed in between does not matter.
+    A program that printed more after a traceback went on; indented lines are more of the message,
+    as torch's "Missing key(s) in state_dict". Torch marks each line of the traceback of a process,
+    so what others printed in between does not matter.
     """
     for at in range(len(lines) - 1, -1, -1):
         prefix = _prefix_of(lines[at])
@@ -361,7 +362,7 @@ def exception_in(lines: Sequence[str]) -> str:
         end = next((n for n, line in enumerate(after) if not line[0].isspace()), None)
         if end is None or not _EXCEPTION.fullmatch(after[end]):
             break
-        if not prefix and end + 1 < len(after):
+        if not prefix and not all(line[0].isspace() for line in after[end + 1 :]):
             break
         return after[end].rstrip()[:MAX_EXCEPTION_CHARS]
     return _signal_in(lines)
@@ -376,8 +377,12 @@ def exception_of(training: Training) -> Exception | None:
     cause = training.status.root_cause
     tail = [] if cause is None else cause.log_tail
     starts = [at for at, line in enumerate(tail) if line.startswith("Traceback (most recent call")]
-    text = exception_in(tail) if starts else ""
-    if cause is None or not text:
+    if cause is None or not starts:
+        return None
+    # The launcher of functions says what was raised: more lines may be the rest of its message.
+    is_told = bool(cause.message) and cause.message in (line.rstrip() for line in tail)
+    text = cause.message if is_told else exception_in(tail)
+    if not text:
         return None
     error: Exception = RankError(text)
     name, _, message = text.partition(": ")

@@ -148,6 +148,8 @@ def jobs_of(
     """Raises ValidationError naming the setting, the argument and what would be right."""
     if not callable(function):
         raise ValidationError("function", function, "expected a function")
+    if not isinstance(settings, Iterable):
+        raise ValidationError("settings", settings, "expected a list of dicts")
     listed = [settings] if isinstance(settings, Mapping) else list(settings)
     check_int("the number of settings", len(listed), 0, MAX_TRAININGS)
     if name is not None:

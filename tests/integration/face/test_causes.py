@@ -19,7 +19,11 @@ def raises(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "type_of_cause", "text"),
-    [("input", ValueError, "bad input"), ("own", RankError, "Odd: of its own")],
+    [
+        ("input", ValueError, "bad input"),
+        ("first\nand second line", ValueError, "bad first"),
+        ("own", RankError, "Odd: of its own"),
+    ],
 )
 def test_the_exception_of_a_function_is_the_cause(
     client: atoll.Client, kind: str, type_of_cause: Any, text: str

@@ -21,6 +21,10 @@ HEADER = "Traceback (most recent call last):"
             "OSError: 2",
         ),
         ([HEADER, "  x()", "KeyError: 1", "then went on"], ""),
+        (
+            [HEADER, "  x()", "RuntimeError: Error(s) in loading:", '\tMissing key(s): "a".', ""],
+            "RuntimeError: Error(s) in loading:",
+        ),
         ([HEADER, "  x()"], ""),
         (["ValueError: printed by somebody"], ""),
         ([], ""),
