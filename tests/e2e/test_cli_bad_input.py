@@ -163,7 +163,7 @@ def test_a_control_plane_that_is_not_there_is_one_line(atoll: Any) -> None:
     done = atoll("ps", ATOLL_URL="http://127.0.0.1:9", ATOLL_TOKEN="x")
     _check(done, 1, "cannot reach 127.0.0.1:9")
     assert "ATOLL_URL" in done.stderr
-    _check(atoll("ps", ATOLL_URL="nonsense"), 2, "expected http://host:port or https://host")
+    _check(atoll("ps", ATOLL_URL="nonsense"), 2, "ATOLL_URL: 'nonsense' is not valid")
 
 
 def test_a_wrong_token_is_refused_with_what_to_do(atoll: Any) -> None:

@@ -73,6 +73,26 @@ def test_limits_are_set_on_a_control_plane_that_runs_and_kept(lone_atoll: Any) -
     assert "cpu" in bad.stderr
 
 
+def test_what_a_sweep_asks_of_a_control_plane_that_runs_is_not_ignored(lone_atoll: Any) -> None:
+    assert lone_atoll("ps").returncode == 0
+    done = lone_atoll("sweep", "--slots", "3", "--set", "a=1", "true")
+    assert done.returncode == 0, done.stderr
+    limits = {each["name"]: each["total"] for each in lone_atoll.json("limits")}
+    assert limits["slots"] == 3
+    own = lone_atoll.cwd / "own.toml"
+    own.write_text("[executors.local]\nslots = 2\n")
+    for words in (("run",), ("sweep", "--set", "a=1")):
+        done = lone_atoll(*words, "--config", "own.toml", "true")
+        assert done.returncode == 0
+        assert (
+            f"the control plane runs with no atoll.toml: of {own} only [defaults] are"
+            in done.stderr
+        )
+    assert lone_atoll("stop").returncode == 0
+    done = lone_atoll("run", "--config", "own.toml", "true")
+    assert "the control plane runs with" not in done.stderr
+
+
 def test_doctor_tells_what_is_there_and_starts_nothing(lone_atoll: Any) -> None:
     findings = {each["what"]: each for each in lone_atoll.json("doctor")}
     assert set(findings) >= {

@@ -205,7 +205,28 @@ def open_client() -> Client:
     client = Client()
     if _SLOTS:
         client.set_limits(slots=_SLOTS[-1])
+    _note_unused_config(client)
     return client
+
+
+def _note_unused_config(client: Client) -> None:
+    """A control plane that runs already has read its file: what another one has for it is not used,
+    and nobody would know."""
+    from atoll.sdk import flows
+    from atoll.sdk.config import VARIABLE, find_own, read
+
+    if not os.environ.get(VARIABLE) or os.environ.get("ATOLL_URL"):
+        return
+    config = read(find_own())
+    if not config.is_for_plane:
+        return
+    used = client.run(flows.executors()).config
+    if used != config.path:
+        click.echo(
+            f"atoll: the control plane runs with {used or 'no atoll.toml'}: of {config.path} only "
+            "[defaults] are used. After 'atoll stop', the next command starts it with this file",
+            err=True,
+        )
 
 
 def _headed(heading: str, *options: HeadedOption) -> list[click.Parameter]:

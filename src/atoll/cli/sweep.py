@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from atoll.cli.options import HeadedCommand, HeadedOption
-from atoll.cli.run import FLAGS, Launch, read_launch, run_parameters, stem_of
+from atoll.cli.run import FLAGS, Launch, open_client, read_launch, run_parameters, stem_of
 from atoll.core.describe import describe_end
 from atoll.core.errors import ValidationError
 from atoll.core.phase import Phase
@@ -189,7 +189,6 @@ def _run(
 ) -> None:
     from atoll.cli.terminal import leave
     from atoll.core.settings import GROUP
-    from atoll.sdk.client import Client
     from atoll.sdk.config import resolve_training
     from atoll.sdk.search import render_command
     from atoll.sdk.sweep import SweepRun
@@ -206,7 +205,7 @@ def _run(
         )
 
     resolve(jobs[0])  # refuses bad options before anything is sent
-    client = Client()
+    client = open_client()
     view = View(client, group, rules, is_json=is_json)
     run = SweepRun(
         client,

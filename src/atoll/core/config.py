@@ -52,6 +52,11 @@ class Config(Model, frozen=True):
     round_stores: list[RoundStore] = []
     webhooks: list[WebhookConfig] = []
 
+    @property
+    def is_for_plane(self) -> bool:
+        """Whether there is something in it for the control plane, beside defaults of trainings."""
+        return bool(self.round_stores or self.webhooks) or self.executors != _only_local()
+
 
 @functools.lru_cache(maxsize=8)  # several parts of a command ask for the same file
 def parse(text: str, path: str, digest: str = "") -> Config:

@@ -92,10 +92,10 @@ class Endpoint(Protocol):
 class Fixed:
     """An endpoint at a fixed address."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, field: str = "url") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValidationError("url", url, "expected http://host:port or https://host")
+            raise ValidationError(field, url, "expected http://host:port or https://host")
         if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
             raise ValidationError("token", "…", "expected one line of printable characters")
         self._address = Address(url.rstrip("/"), token)
@@ -153,10 +153,11 @@ def _current_directory() -> str:
 
 def choose_endpoint(url: str | None, token: str | None) -> Endpoint:
     """The endpoint at `url`, else at ATOLL_URL, else the user's own local control plane."""
-    url = url or os.environ.get("ATOLL_URL")
     token = token or os.environ.get("ATOLL_TOKEN")
     if url:
         return Fixed(url, token)
+    if url := os.environ.get("ATOLL_URL"):
+        return Fixed(url, token, "ATOLL_URL")
     return UserPlane(token=token)
 
 

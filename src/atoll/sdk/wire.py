@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -360,7 +361,9 @@ def translate_errors(endpoint: Endpoint) -> Iterator[None]:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise Permanent(distrust(f"{url.host}:{url.port}", str(error))) from error
             endpoint.lost()
-            raise Temporary(f"cannot reach {url.host}:{url.port}: {error}") from error
+            port = "" if url.port is None else f":{url.port}"
+            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+            raise Temporary(f"cannot reach {url.host}{port}: {reason}") from error
         if isinstance(error, httpx2.TransportError):
             raise Temporary(f"connection lost: {type(error).__name__}: {error}") from error
         if isinstance(error, httpx2.InvalidURL):
