@@ -75,8 +75,8 @@ BAD: list[tuple[list[str], Callable[[str], bool]]] = [
     (["--run-id", "../x"], lambda text: "--run-id" in text and "'../x'" in text),
     (["--run-id", ""], lambda text: "--run-id" in text),
     (
-        ["--run-id", "x", "--uri", "memory://x"],
-        lambda text: "--uri" in text and "outlives" in text,
+        ["--uri", "memory://x"],
+        lambda text: "--uri" in text and "memory:// is within one process" in text,
     ),
 ]
 

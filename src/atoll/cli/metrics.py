@@ -253,7 +253,7 @@ def as_text(name: str, table: RoundTable) -> str:
         lines.append(f"{table.summary.tokens:.6g} tokens")
     if table.summary.ranks:
         counts = {each.rank: each.rounds for each in table.summary.ranks}
-        lines.append(f"rounds taken part in: {describe_counts(counts)}")
+        lines.append(f"rounds that each rank took part in: {describe_counts(counts)}")
     return "\n".join([*lines, aligned(HEADER, rows)])
 
 

@@ -572,7 +572,9 @@ def participation_lines(training: Training) -> list[str]:
     if set(counts.values()) == {summary.rounds}:
         return []
     run = f"run {training.spec.run_id}: " if training.spec.run_id else ""
-    return [f"{run}rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
+    return [
+        f"{run}rounds that each rank took part in, of {summary.rounds}: {describe_counts(counts)}"
+    ]
 
 
 def end_report(training: Training, *, has_tail: bool = True) -> str:

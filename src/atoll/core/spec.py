@@ -162,8 +162,11 @@ class RendezvousSpec(SpecModel, frozen=True):
         check_choice("rendezvous_backend", self.backend, RendezvousBackend)
         if self.uri is not None and not (is_text(self.uri) and _URI.fullmatch(self.uri)):
             raise ValidationError(
-                "rendezvous_uri", self.uri, "expected file://, memory://, s3://, gs:// or az://"
+                "rendezvous_uri", self.uri, "expected file://, s3://, gs:// or az://"
             )
+        if self.uri is not None and self.uri.startswith("memory:"):
+            expected = "expected a store that all ranks reach: memory:// is within one process"
+            raise ValidationError("rendezvous_uri", self.uri, expected)
 
 
 class Source(SpecModel, frozen=True):
@@ -332,7 +335,8 @@ class TrainingSpec(SpecModel, frozen=True):
         check_bounds(self)
         if self.executor is not None:
             check_name("executor", self.executor)
-        self._check_run()
+        if self.run_id is not None:
+            check_run_id("run_id", self.run_id)
         for field in ("mesh", "cancel", "stall_restart"):
             if not isinstance(getattr(self, field), bool):
                 raise ValidationError(field, getattr(self, field), "expected True or False")
@@ -350,16 +354,6 @@ class TrainingSpec(SpecModel, frozen=True):
             name_label("display_name", self.display_name)
         check_labels("labels", self.labels)
         check_settings("settings", self.settings)
-
-    def _check_run(self) -> None:
-        if self.run_id is None:
-            return
-        check_run_id("run_id", self.run_id)
-        uri = self.rendezvous.uri
-        if uri is not None and uri.startswith("memory:"):
-            raise ValidationError(
-                "rendezvous_uri", uri, "expected a store that outlives its processes, for a run_id"
-            )
 
     def _check_what_runs(self) -> None:
         if (self.command is None) == (self.source is None):

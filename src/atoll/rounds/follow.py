@@ -62,8 +62,6 @@ def refusal_reason(
     scheme = urlsplit(uri).scheme
     if not uri:
         return "the training has no store"
-    if scheme == "memory":
-        return "memory:// is within the ranks"
     if scheme == "file":
         if access.kind not in OWN_USER:
             return f"file:// of the executor kind {access.kind} is not on this machine"

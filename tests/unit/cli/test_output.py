@@ -147,4 +147,4 @@ def test_a_run_that_goes_on_counts_the_ranks_of_this_training() -> None:
     two = replace(training().spec, run_id="exp", world_size=WorldSize(min=2, target=2, max=2))
     resumed = Training(namespace="default", uid="t", spec=two)
     lines = output.participation_lines(with_rounds(resumed, RoundSummary(**summary)))
-    assert lines == ["run exp: rounds taken part in, of 9: rank 0: 9; rank 1: 8"]
+    assert lines == ["run exp: rounds that each rank took part in, of 9: rank 0: 9; rank 1: 8"]

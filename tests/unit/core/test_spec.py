@@ -91,7 +91,7 @@ BAD: list[tuple[str, Any]] = [
     ("run_id", lambda: spec(run_id="../other")),
     ("run_id", lambda: spec(run_id="a" * 81)),
     ("run_id", lambda: spec(run_id=7)),
-    ("rendezvous_uri", lambda: spec(run_id="a", rendezvous=RendezvousSpec(uri="memory://x"))),
+    ("rendezvous_uri", lambda: RendezvousSpec(uri="memory://x")),
     ("max_restarts", lambda: spec(max_restarts=-1)),
     ("max_restarts", lambda: spec(max_restarts=1.5)),
     ("start_grace_s", lambda: spec(start_grace_s=float("nan"))),

@@ -30,7 +30,6 @@ def training(namespace: str, uri: str) -> Training:
         ("team-b", "file:///etc", "local", "own user"),
         ("team-b", "file:///etc", "slurm", "own user"),
         ("default", "file:///data", "kubernetes", "not on this machine"),
-        ("default", "memory://x", "local", "within the ranks"),
         ("team-a", "s3://bucket/runs/x", "kubernetes", ""),
         ("team-b", "s3://bucket/runs/x", "kubernetes", "team-b"),
         ("team-a", "s3://bucket/secret", "kubernetes", "[[rounds.stores]]"),
