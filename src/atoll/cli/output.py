@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -264,14 +264,15 @@ def experiment_table(
     named_settings, named_metrics = _named(selection or Selection())
     if has_settings:
         for name in dict.fromkeys((*named_settings, *varied_settings(trainings))):
-            columns[_heading(name)] = tuple(_setting_cell(each, name) for each in trainings)
-            optional += [] if name in named_settings else [_heading(name)]
+            heading = _heading(name, "setting", columns)
+            columns[heading] = tuple(_setting_cell(each, name) for each in trainings)
+            optional += [] if name in named_settings else [heading]
     for name in dict.fromkeys(name for each in metrics.values() for name in each):
         kinds = named_metrics.get(name)
         if kinds is None and name.startswith(MACHINE):
             continue  # `atoll top` has the use of machines
         for kind in dict.fromkeys(("last", *(kinds or ()))):
-            heading = _heading(name if kind == "last" else f"{kind} {name}")
+            heading = _heading(name if kind == "last" else f"{kind} {name}", "last", columns)
             columns[heading] = tuple(
                 metric_cell(metrics.get(each.uid, {}).get(name), kind) for each in trainings
             )
@@ -311,8 +312,13 @@ def _too_wide(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> 
     return hidden
 
 
-def _heading(name: str) -> str:
-    return escape_control(name).upper()
+def _heading(name: str, kind: str, taken: Container[str]) -> str:
+    """The name in capitals, with what it is of before it where another column has that heading: a
+    program may have a setting `name`, or report the `lr` that it was given."""
+    heading = escape_control(name).upper()
+    while heading in taken:
+        heading = f"{kind.upper()} {heading}"
+    return heading
 
 
 def varied_settings(trainings: Sequence[Training]) -> list[str]:

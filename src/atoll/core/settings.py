@@ -124,7 +124,8 @@ def parse_flags(command: Sequence[str]) -> Settings:
         if argument == "--":
             break
         is_flag = argument.startswith("--")
-        if name and not is_flag:
+        is_short = re.match("-[A-Za-z]", argument) is not None  # -v is no value, -1 is
+        if name and not is_flag and not is_short:
             settings[name] = parse_value(argument[:MAX_VALUE_CHARS])
             name = ""
             continue

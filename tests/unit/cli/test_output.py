@@ -70,6 +70,16 @@ def test_one_training_has_the_settings_that_it_was_asked_for() -> None:
     assert experiment([swept])[0].split()[5:] == ["LR"]
 
 
+def test_no_column_takes_the_place_of_another() -> None:
+    """Programs have a --name, and report the learning rate that they were given."""
+    one = training("t", settings={"lr": 0.5, "LR": 3, "name": "exp"})
+    head, row = experiment([one], {"t": {"lr": metric(0.25, "lr")}})
+    assert head.split()[:1] + head.split()[5:] == (
+        "NAME LR SETTING LR SETTING NAME LAST LR".split()
+    )
+    assert row.split()[:1] + row.split()[5:] == ["t", "0.5", "3", "exp", "0.25"]
+
+
 def test_what_one_has_not_reported_yet_does_not_vary() -> None:
     early = training("t", "--lr=1")
     other = training("u", "--lr=1", "--fast", settings={"width": 2})

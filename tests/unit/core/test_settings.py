@@ -83,6 +83,7 @@ def test_values_are_numbers_where_they_look_like_it(text: str, value: object) ->
         ("python -c print() --lr 1", {}),
         ("train.sh --lr 1 -- --width 2", {"lr": 1}),
         ("train.py -v data.csv", {}),
+        ("train.py --fast -v 3 --lr -1e-4 --in -", {"fast": True, "lr": -1e-4, "in": "-"}),
     ],
 )
 def test_flags_of_a_command_are_settings(command: str, settings: dict[str, object]) -> None:
