@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack, overload
 
 from atoll.core.checks import check_int
@@ -92,21 +92,25 @@ class Sweep(Sequence[SweepRow]):
     def table(self) -> ColumnTable:
         """Columns: the arguments, then `result`, `phase`, `error`, `name` and `seconds`.
 
-        A result that is a mapping has a column for each of its keys as well.
+        A result that is a mapping has a column for each of its keys as well. A column that has the
+        name of one before it is called `result.lr` or `training.name`.
         """
         columns = ColumnTable()
         for name in _names(row.arguments for row in self._rows):
             columns[name] = [row.arguments.get(name) for row in self._rows]
         parts = [row.result if isinstance(row.result, Mapping) else {} for row in self._rows]
         for name in _names(parts):
-            columns.setdefault(str(name), [part.get(name) for part in parts])
-        columns["result"] = self.results
-        columns["phase"] = [row.phase for row in self._rows]
-        columns["error"] = [row.error for row in self._rows]
-        columns["name"] = [row.training.name for row in self._rows]
-        columns["seconds"] = [
-            row.training.last.status.ran_for(row.training.last.created_at) for row in self._rows
-        ]
+            columns[_unused(str(name), "result", columns)] = [part.get(name) for part in parts]
+        trainings = [row.training.last for row in self._rows]
+        own: dict[str, list[Any]] = {
+            "result": self.results,
+            "phase": [row.phase for row in self._rows],
+            "error": [row.error for row in self._rows],
+            "name": [row.training.name for row in self._rows],
+            "seconds": [each.status.ran_for(each.created_at) for each in trainings],
+        }
+        for name, column in own.items():
+            columns[_unused(name, "training", columns)] = column
         return columns
 
     def __str__(self) -> str:
@@ -124,10 +128,11 @@ class Sweep(Sequence[SweepRow]):
 
     def _printed(self, columns: ColumnTable) -> list[str]:
         """Columns that say something more, errors last because they are long."""
-        names = [name for name in columns if name not in ("result", "error")]
+        *_, result, _, error, _, _ = columns
+        names = [name for name in columns if name not in (result, error)]
         if any(row.result is not None and not isinstance(row.result, Mapping) for row in self):
-            names.append("result")
-        return [*names, "error"] if self.failed else names
+            names.append(result)
+        return [*names, error] if self.failed else names
 
     def __repr__(self) -> str:
         return f"<Sweep of {len(self)}: {len(self) - len(self.failed)} succeeded>"
@@ -135,6 +140,12 @@ class Sweep(Sequence[SweepRow]):
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _unused(name: str, of: str, taken: Container[str]) -> str:
+    while name in taken:
+        name = f"{of}.{name}"
+    return name
 
 
 def _cell(value: Any) -> str:

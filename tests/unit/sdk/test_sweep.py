@@ -9,7 +9,10 @@ import pytest
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.settings import dns_label
-from atoll.sdk.sweep import DistributedFunction, distributed, jobs_of
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Training
+from atoll.sdk.sweep import DistributedFunction, Sweep, SweepRow, distributed, jobs_of
+from atoll.sdk.training import DistributedTraining
 
 
 def train(lr: float, depth: int = 2, *, tag: str = "") -> float:
@@ -53,6 +56,23 @@ def test_a_setting_that_is_listed_twice_runs_twice() -> None:
 def test_arguments_that_do_not_fit_are_named(settings: Any, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         jobs_of(train, settings, None)
+
+
+def test_no_column_of_the_table_takes_the_place_of_another() -> None:
+    """A function may have an argument `name`, and return what it was called with."""
+    spec = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
+    client: Any = None
+    handle = DistributedTraining(client, Training(namespace="n", uid="u", spec=spec))
+    row = SweepRow({"lr": 1, "name": "exp"}, {"lr": 0.5, "error": 2}, "failed: x", handle)
+    table = Sweep([row]).table()
+    assert {name: column[0] for name, column in table.items() if name != "seconds"} == {
+        "lr": 1, "name": "exp", "result.lr": 0.5, "error": 2, "result": row.result, "phase": "",
+        "training.error": "failed: x", "training.name": "t",
+    }  # fmt: skip
+    assert str(Sweep([row])).splitlines()[0].split() == [
+        *("lr", "name", "result.lr", "error", "phase", "training.name", "seconds"),
+        "training.error",
+    ]
 
 
 def test_a_distributed_function_is_called_here_or_checked_before_it_is_sent() -> None:
