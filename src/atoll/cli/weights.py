@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 NOTE_S = 3.0  # without a version: long enough for one that is there to be found
 FOREVER_S = 3600.0  # until the next call, which waits again
+GRACE_S = 5.0  # until a command that is told to end is killed
 RETRY_S = 10.0  # until a folder is tried again: its disk may have room by then
 
 
@@ -156,7 +159,8 @@ def follow_versions(
     FOLDER is empty at first; versions before the last two are deleted in it. CMD finds the folder
     of the version in ATOLL_WEIGHTS_PATH, its number in ATOLL_WEIGHTS_NUMBER and its step in
     ATOLL_WEIGHTS_STEP. If CMD fails, the next version is followed anyway; with --once the
-    exit code is 1. With --json, what CMD prints goes to stderr. Ctrl-C ends it.
+    exit code is 1. With --json, what CMD prints goes to stderr. Ctrl-C and SIGTERM end it, and CMD
+    with it.
     """
     from atoll.cli.output import print_json, print_note
     from atoll.weights import Follower, Temporary
@@ -165,6 +169,7 @@ def follow_versions(
 
     check_folder(uri)
     own_folder(folder)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     timeout_s, unwritten = NOTE_S, None
     with Follower(uri, name=name) as follower:
         while True:
@@ -205,4 +210,37 @@ def _run(command: str, row: dict[str, Any], *, is_json: bool) -> int:
     }
     # Lines of JSON stay alone on stdout.
     stdout = 2 if is_json else None  # the descriptor of stderr
-    return subprocess.run(command, shell=True, env=os.environ | env, stdout=stdout).returncode
+    process = None
+    try:
+        with _held_signals():
+            # A group of its own, so that all of it can be ended.
+            process = subprocess.Popen(
+                command, shell=True, env=os.environ | env, stdout=stdout, start_new_session=True
+            )
+        return process.wait()
+    except BaseException:  # Ctrl-C or SIGTERM
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Signals take effect after this: between the start of a command and the return of Popen nobody
+    would know what to end."""
+    came: list[int] = []
+    before = {
+        each: signal.signal(each, lambda number, frame: came.append(number))
+        for each in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    for number in came:
+        signal.raise_signal(number)

@@ -170,6 +170,28 @@ def test_follow_says_that_it_waits_and_ctrl_c_drops_its_lease(tmp_path: Path) ->
     assert not [each for each in (tmp_path / "channel").rglob("lease/*/*") if each.is_file()]
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_command_with_all_that_it_started(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    publish(tmp_path / "channel", 1)
+    command = "trap '' INT; echo started; sleep 1000; echo not reached"
+    with subprocess.Popen(
+        [*ATOLL, "weights", "follow", "./channel", "out", "--then", command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "started\n":
+            pass
+        process.send_signal(number)
+        assert process.stdout.read() == ""  # to the end: nobody has it open any more
+        assert process.wait(timeout=60) == code
+    assert not [each for each in (tmp_path / "channel").rglob("lease/*/*") if each.is_file()]
+
+
 def test_a_version_that_does_not_fit_on_the_disk_is_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
