@@ -15,8 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from atoll.integrations.trl import WeightTransfer
+from atoll.weights import Follower
 
 HERE = Path(__file__).parent
 
@@ -34,6 +36,18 @@ def test_the_weight_transfer_is_what_trl_asks_for(monkeypatch: pytest.MonkeyPatc
     assert "send_weights" in methods
     for name, parameters in methods.items():
         assert [*inspect.signature(getattr(WeightTransfer, name)).parameters] == parameters
+
+
+def test_a_second_training_with_the_same_weight_transfer_publishes_again(tmp_path: Path) -> None:
+    transfer, follower = WeightTransfer(tmp_path), Follower(tmp_path)
+    for step in (1, 2):
+        transfer.init_weight_transfer()
+        transfer.send_weights(iter([("w", torch.full((3,), float(step)))]))
+        transfer.destroy()
+        version = follower.next()
+        assert version is not None
+        assert version.step == step
+        assert follower.tensors()["w"].tolist() == [step] * 3
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="`make integrations` runs it: no trl here")

@@ -59,5 +59,6 @@ class WeightTransfer:
         pass
 
     def destroy(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        publisher, self._publisher = self._publisher, None  # another training makes another
+        if publisher is not None:
+            publisher.close()

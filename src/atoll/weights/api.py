@@ -447,6 +447,8 @@ class Follower:
                 raise ValidationError(
                     "module", name, f"expected the shape {tuple(tensor.shape)} of the version"
                 )
+            if state[name].is_meta:
+                raise ValidationError("module", name, "expected a tensor that has memory")
         with torch.no_grad():
             for name, tensor in tensors.items():
                 state[name].copy_(tensor)
@@ -558,10 +560,10 @@ def _remove_others(root: Path, kept: set[str]) -> None:
     """Remove versions but these, and what a process that was killed had begun."""
     for path in root.iterdir():
         if path.name not in kept and _WRITTEN.fullmatch(path.name):
-            if path.is_symlink():
-                path.unlink(missing_ok=True)
-            else:
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 # -- Tensors

@@ -41,8 +41,9 @@ DTYPE_SIZES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-# New values that are in memory at a time while they are encoded: many rows for all threads.
-PART_BYTES = 256 << 20
+# New values that are in memory at a time while they are encoded: an eighth of all within these
+# bounds. That is rows for all threads, but not many parts: each is a request.
+MIN_PART_BYTES, PART_BYTES = 32 << 20, 256 << 20
 FILE_BYTES = 1_000_000_000  # of a full copy: each is one request, and read as one
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in the library
 INDEX = "model.safetensors.index.json"
@@ -343,14 +344,15 @@ class TensorsDelta:
 
     def __iter__(self) -> Iterator[Buffer]:
         batch: dict[str, TensorValue] = {}
-        size = 0
+        size, total = 0, sum(each.data.size for each in self._base.tensors.values())
+        limit = min(max(MIN_PART_BYTES, total // 8), PART_BYTES)
         for name, tensor in self._tensors:
             if name in self.names:
                 raise ValidationError("named_tensors", name, "expected each name once")
             self.names.add(name)
             batch[name] = tensor
             size += tensor.data.size
-            if size >= PART_BYTES:
+            if size >= limit:
                 if body := self._encode(batch):
                     yield body
                 batch, size = {}, 0

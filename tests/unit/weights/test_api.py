@@ -543,6 +543,8 @@ def test_a_module_that_does_not_fit_is_left_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(ValidationError, match="module"):
             follower.copy_into(module)
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    with pytest.raises(ValidationError, match="memory"):
+        follower.copy_into(torch.nn.Linear(3, 2, device="meta"))
 
 
 def test_verify_sees_memory_that_has_changed(tmp_path: Path) -> None:
