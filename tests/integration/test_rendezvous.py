@@ -268,47 +268,6 @@ def test_torchrun_scales_from_two_nodes_to_three_while_running(tmp_path: Path) -
     asyncio.run(scene())
 
 
-# As DDP does it: a rank fails once the connection to a peer is gone. Connected means here that the
-# FIFO of the last rank has a writer.
-PEERS = """
-import os, sys, time
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-print("world", world, flush=True)
-if world == 2:
-    sys.exit(0)
-path = f"{sys.argv[1]}/fifo"
-if rank < 2:
-    os.read(os.open(path, os.O_RDONLY), 1)
-    sys.exit("connection reset by peer")
-held = os.open(path, os.O_WRONLY)
-print("connected", flush=True)
-time.sleep(600)
-"""
-
-
-def test_ranks_that_fall_with_a_scaled_down_peer_start_again_as_a_smaller_world(
-    tmp_path: Path,
-) -> None:
-    async def scene() -> None:
-        async with plane(tmp_path) as here:
-            os.mkfifo(tmp_path / "fifo")
-            spec = showing(tmp_path, "t", "c10d")
-            spec["command"] = [sys.executable, "-c", PEERS, str(tmp_path)]
-            spec["world_size"] = WorldSize(min=1, target=3, max=3)
-            training = await here.create(**spec)
-            deadline = time.monotonic() + 60
-            while "connected" not in (lines := await here.logs(training)) or len(lines) < 4:
-                assert time.monotonic() < deadline, lines
-                await asyncio.sleep(0.05)
-            await here.scale(training, 2)
-            done = await here.until(training, lambda t: t.status.phase.is_terminal, 60)
-            assert done.status.phase == "succeeded", done.status.message
-            exits = {e.rank: e.exit_code for e in done.status.rank_exits}
-            assert (exits[0], exits[1]) == (0, 0)
-
-    asyncio.run(scene())
-
-
 @pytest.mark.timeout(300)
 def test_torchrun_for_one_host_does_not_wait_for_the_other_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch")

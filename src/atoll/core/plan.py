@@ -18,7 +18,6 @@ from atoll.core.errors import UDTerminalState
 from atoll.core.mesh import MeshState
 from atoll.core.phase import ConditionType, Phase, PhaseReason, Tally, advance
 from atoll.core.ranks import (
-    CASCADE_S,
     WARNED,
     classify,
     final_exits,
@@ -151,11 +150,7 @@ def _merge_observation(training: Training, observation: Observation, now: Now) -
             discarded_attempts[number] = rank.attempt
     is_stopping = bool(old.failing) or training.is_cancelling
     for rank in ranks:
-        if rank.exit is None or is_stopping:
-            continue
-        if is_discardable(rank.exit) or _fell_with_leavers(
-            rank, training, ranks, removed_ranks, now
-        ):
+        if rank.exit is not None and is_discardable(rank.exit) and not is_stopping:
             discarded_attempts[rank.rank] = rank.attempt
     target = world.target
     started = [r.started_at for r in (*ranks, *removed_ranks) if r.started_at is not None]
@@ -192,36 +187,6 @@ def _merge_observation(training: Training, observation: Observation, now: Now) -
         counted = {**status.started_monotonic, "let go": let_go_at - skew}
         status = replace(status, started_monotonic=counted)
     return status
-
-
-def _fell_with_leavers(
-    rank: RankStatus,
-    training: Training,
-    ranks: Iterable[RankStatus],
-    removed_ranks: Iterable[RankStatus],
-    now: Now,
-) -> bool:
-    """Whether a scale-down took a rank with it that had no restart left.
-
-    Peers of one world lose their connections to ranks that are scaled away. Without this, the
-    training would fail because its user made it smaller. Once for each scale-down: what starts
-    after it and fails has failed by itself.
-    """
-    spec, old = training.spec, training.status
-    resize, ended = old.last_resize, rank.exit
-    if resize is None or resize.to_target >= resize.from_target or ended is None:
-        return False
-    if spec.rendezvous.backend == "none" or ended.is_success or rank.started_at is None:
-        return False
-    resized_at = resize.at + now.executor - now.wall
-    is_known = any(r.rank == rank.rank and is_lost(r) for r in old.ranks)
-    is_survivor = rank.rank < resize.to_target and rank.started_at <= resized_at and not is_known
-    if not is_survivor or rank.restarts < spec.max_restarts:
-        return False
-    leavers = [r for r in (*ranks, *removed_ranks) if r.rank >= resize.to_target]
-    left_at = max([resized_at, *(r.exit.at for r in leavers if r.exit is not None)])
-    is_leaving = any(r.is_alive or r.is_stopping for r in leavers)
-    return is_leaving or ended.order <= left_at + CASCADE_S
 
 
 def _decide(

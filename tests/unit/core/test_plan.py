@@ -11,7 +11,7 @@ from atoll.core.clock import Now
 from atoll.core.phase import Phase
 from atoll.core.plan import Apply, Delete, Plan, Stop, plan
 from atoll.core.ranks import MAX_TEXT_BYTES
-from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
+from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training, usage
 
 replace = msgspec.structs.replace
@@ -327,61 +327,6 @@ def test_a_rank_scaled_away_and_wanted_again_starts_anew() -> None:
     assert story.status.ranks[3].phase == "Pending"
     story.ranks(r3="again")
     assert story.status.world.ready == 4
-
-
-def test_a_scale_down_does_not_fail_a_training_whose_ranks_fall_with_those_that_leave() -> None:
-    """torchrun and DDP: peers lose their connections to the ranks that are scaled away."""
-    story = running(Story(low=1))
-    story.scale(2)
-    story.observe()
-    story.ranks(r0="exit 1", r1="exit 1")  # ranks 2 and 3 are still on their way out
-    assert [r.phase for r in story.status.ranks[:2]] == ["Pending", "Pending"]
-    story.ranks(r2="stopped", r3="stopped")
-    assert story.status.phase is not Phase.FAILED
-    assert story.observation.desired is not None
-    assert story.observation.desired.discarded_attempts == {0: 0, 1: 0}
-    story.ranks(r0="again", r1="again")
-    assert story.status.phase is Phase.READY
-    assert story.status.world.ready == 2
-    story.ranks(r0="exit 1", r1="exit 1")  # by themselves: they never knew the others
-    assert story.status.phase is Phase.FAILED
-
-
-def test_a_rank_may_fall_some_seconds_after_those_that_left() -> None:
-    story = running(Story(low=2))
-    story.scale(2)
-    story.observe()
-    story.ranks(r2="stopped", r3="stopped")
-    story.observe(after_s=20.0)
-    story.ranks(r1="exit 1")
-    assert story.status.ranks[1].phase == "Pending"
-
-
-def test_a_rank_that_fails_long_after_a_scale_down_has_failed() -> None:
-    story = running(Story(low=2))
-    story.scale(2)
-    story.observe()
-    story.ranks(r2="stopped", r3="stopped")
-    story.observe(after_s=90.0)
-    story.ranks(r1="exit 1")
-    assert story.status.failing
-
-
-def test_a_rank_lost_before_a_scale_down_stays_lost() -> None:
-    story = running(Story(low=1))
-    story.ranks(r0="exit 1")
-    story.scale(2)
-    story.observe()
-    story.ranks(r2="stopped", r3="stopped")
-    assert [r.phase for r in story.status.ranks] == ["Failed", "Running"]
-
-
-def test_replicas_that_do_not_meet_do_not_fall_with_those_that_leave() -> None:
-    story = running(Story(low=2, rendezvous=RendezvousSpec(backend="none")))
-    story.scale(2)
-    story.observe()
-    story.ranks(r1="exit 1")
-    assert story.status.failing
 
 
 def test_a_finished_world_is_not_over_while_a_scaled_away_rank_lives() -> None:
