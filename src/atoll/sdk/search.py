@@ -152,22 +152,29 @@ def combine(listed: Sequence[Settings], varied: Sequence[Settings]) -> list[Sett
 
 
 def render_command(command: Sequence[str], settings: Mapping[str, Setting]) -> list[str]:
-    """The command with `{lr}` replaced; a setting that is not in it is added as `--lr=0.1`.
+    """The command with `{lr}` replaced; a setting that is no value in it is added as `--lr=0.1`.
 
-    In one argument: parsers of `--lr 0.1` take that too, some take only that, and -1 is no flag.
-    True is added as `--fast`, and False is not added.
+    A part of a longer word, as in `--out=runs/{lr}`, is no value: the program would run with its
+    default. A setting is added as one argument: parsers of `--lr 0.1` take that too, some take only
+    that, and -1 is no flag. True is added as `--fast`, and False is not added.
     """
     rendered, unused = [], dict(settings)
     for argument in command:
         for name, value in settings.items():
-            if f"{{{name}}}" in argument:
-                argument = argument.replace(f"{{{name}}}", _argument(value))
+            if _is_value(name, argument):
                 unused.pop(name, None)
+            argument = argument.replace(f"{{{name}}}", _argument(value))
         rendered.append(argument)
     for name, value in unused.items():
         if value is not False:
             rendered.append(f"--{name}" if value is True else f"--{name}={_argument(value)}")
     return rendered
+
+
+def _is_value(name: str, argument: str) -> bool:
+    """Whether `{name}` is a word by itself, as in `lr={lr}`."""
+    word = re.escape(f"{{{name}}}")
+    return re.search(rf"(?<![\w./-]){word}(?![\w./-])", argument) is not None
 
 
 def _argument(value: Setting) -> str:

@@ -92,6 +92,10 @@ def test_a_file_that_has_no_settings_is_refused_by_name(path: str, text: str) ->
         ("t.py", {"fast": True, "slow": False}, "t.py --fast"),
         ("t.py lr={lr} --c x{lr}y", {"lr": 0.1, "n": 1}, "t.py lr=0.1 --c x0.1y --n=1"),
         ("t.py --a={a} b={b}", {"a": True, "b": False}, "t.py --a=True b=False"),
+        # A folder for each: the script needs the value as well.
+        ("t.py --out=runs/{lr}", {"lr": 0.1}, "t.py --out=runs/0.1 --lr=0.1"),
+        ("t.py --out lr{lr}-n{n} -n {n}", {"lr": 0.1, "n": 2}, "t.py --out lr0.1-n2 -n 2 --lr=0.1"),
+        ('t.py {"lr":{lr},"n":[{n}]}', {"lr": 0.1, "n": 2}, 't.py {"lr":0.1,"n":[2]}'),
     ],
 )
 def test_settings_become_arguments(command: str, settings: Any, rendered: str) -> None:
