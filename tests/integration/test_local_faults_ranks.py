@@ -92,6 +92,16 @@ def test_root_cause_carries_the_last_lines_of_its_log(shared_plane: ControlPlane
     assert root.log_tail == ["line 1", "line 2", "line 3", "bad"]
 
 
+def test_a_progress_bar_does_not_hide_what_the_rank_printed_before(
+    shared_plane: ControlPlane,
+) -> None:
+    steps = "for i in $(seq 2000); do printf '\\r %d/2000 it/s' $i; done"
+    name = shared_plane.create(f"echo loading; {steps}; exit 9")
+    root = shared_plane.until_over(name).status.root_cause
+    assert root is not None
+    assert root.log_tail == ["loading", " 2000/2000 it/s"]
+
+
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace(shared_plane: ControlPlane) -> None:
     script = "trap '' TERM; echo up; while :; do sleep 0.05; done"
     name = shared_plane.create(script, stop_grace_s=0.3)

@@ -140,8 +140,10 @@ def failure_tail(lines: list[str]) -> list[str]:
     """The lines up to the failure of the program: without torchrun's own report that follows it.
 
     That report names the process that failed first, but not its exception. If nothing else
-    explains the failure, all lines count.
+    explains the failure, all lines count. Each line is as a terminal shows it: of a progress bar,
+    its last state.
     """
+    lines = [_shown(line) for line in lines]
     ends = [at for at, line in enumerate(lines) if line.startswith(_TORCHRUN_ERROR)]
     if not ends:
         return lines
@@ -154,6 +156,11 @@ def failure_tail(lines: list[str]) -> list[str]:
     if marked:
         own = own[: marked[-1] + 1]
     return own if any(map(_TRACEBACK.match, own)) else lines
+
+
+def _shown(line: str) -> str:
+    """What is left of a line that was written over."""
+    return next((part for part in reversed(line.split("\r")) if part.strip()), "")
 
 
 def _first_failed(report: list[str]) -> str:

@@ -54,6 +54,12 @@ def test_code_output_and_record_are_the_commands(tmp_path: Path) -> None:
     assert record["host"] == os.uname().nodename
 
 
+def test_a_progress_bar_is_one_last_line_with_its_last_state(tmp_path: Path) -> None:
+    bar = r"loading\n\r 0%%\r 50%%\r     \r{loss: 6}\n\r 51%%\r\nwindows\r\n\n\r 52%%\r 53%%"
+    *_, record = run(tmp_path, "sh", "-c", f"printf '{bar}'; exit 3")
+    assert record["tail"] == ["loading", "{loss: 6}", " 51%", "windows", "", " 53%"]
+
+
 def test_success_has_no_last_lines(tmp_path: Path) -> None:
     code, out, _, record = run(tmp_path, "echo", "fine")
     assert (code, out) == (0, b"fine\n")
