@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,8 @@ def _overview(table: MetricTable) -> str:
                 escape_control(name),
                 f"{table['value'][newest]:.6g}",
                 "-" if step is None else str(step),
-                f"{min(table['min'][row] for row in rows):.6g}",
-                f"{max(table['max'][row] for row in rows):.6g}",
+                f"{min(_finite(table['min'], rows), default=nan):.6g}",
+                f"{max(_finite(table['max'], rows), default=nan):.6g}",
                 str(len({table["rank"][row] for row in rows})),
                 str(sum(table["count"][row] for row in rows)),
             ]
@@ -137,6 +138,11 @@ def _overview(table: MetricTable) -> str:
     if table.missed:
         text += f"\n{table.missed} batches of metrics were lost before they were stored"
     return text
+
+
+def _finite(column: Sequence[float], rows: Sequence[int]) -> list[float]:
+    """One NaN would be the lowest and the highest value of all."""
+    return [column[row] for row in rows if isfinite(column[row])]
 
 
 def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | None) -> None:
