@@ -340,6 +340,8 @@ def describe_phase(status: Status) -> str:
 
 def describe_status(status: Status) -> str:
     """A status in one sentence."""
+    if status.phase is Phase.NONE:  # its world is not known yet either
+        return "not started yet"
     world = status.world
     if len(ranks_with_same_failure(status)) > 1:
         return describe_cause(status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.core.describe import describe_failure, events_between
+from atoll.core.describe import describe_failure, describe_status, events_between
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Status, Training, WorldStatus
@@ -18,6 +18,11 @@ def told(ranks: list[RankStatus]) -> list[tuple[str, str]]:
     before = [RankStatus(rank=r.rank, phase="Running", attempt=0, started_at=0.5) for r in ranks]
     old, new = Status(phase=Phase.READY, ranks=before), Status(phase=Phase.READY, ranks=ranks)
     return [(e.reason, e.message) for e in events_between(old, new, 2.0)]
+
+
+def test_a_training_that_nobody_observed_yet_has_no_counts() -> None:
+    assert describe_status(Status()) == "not started yet"
+    assert describe_status(Status(phase=Phase.PENDING)) == "0 of 0 ranks ready, min 0"
 
 
 def test_one_rank_is_told_by_its_number() -> None:
