@@ -59,6 +59,7 @@ BAD = [
         ("run", "--gpus", "-1", "--", "true"),
         "-1 is not valid: expected a whole number from 0 to 1024",
     ),
+    (("run", "-C", "/none", "--", "true"), "--workdir: '/none' is not valid: expected a directory"),
     (("run", "-e", "1X=2", "--", "true"), "--env: '1X' is not valid"),
     (("run", "--pip", " ", "--", "true"), "--pip[0]: ' ' is not valid: expected a package"),
     (("limits", "--cpu", "many"), "--cpu: 'many' is not valid: expected a quantity"),

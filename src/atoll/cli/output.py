@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 import msgspec
 
@@ -123,7 +124,13 @@ def _safe(cell: str) -> str:
 
 
 def _width(cell: str) -> int:
-    return len(cell) if "\x1b" not in cell else len(cell.split("m", 1)[1].removesuffix("\x1b[0m"))
+    """The columns of a terminal that it takes: two for a character of Chinese, none for an accent
+    that is a character of its own."""
+    text = cell if "\x1b" not in cell else cell.split("m", 1)[1].removesuffix("\x1b[0m")
+    if text.isascii():
+        return len(text)
+    wide = sum(east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(map(bool, map(combining, text)))
 
 
 def phase_cell(training: Training) -> str:

@@ -641,6 +641,9 @@ def program(
     argv = list(command)
     is_local = is_local_executor(options.get("executor"))
     python = (sys.executable or "python3") if is_local else "python"
+    folder = options.get("working_dir")
+    if is_local and folder and not os.path.isdir(folder):
+        raise ValidationError("--workdir", folder, "expected a directory: there is none")
     if is_module:
         return [python, "-m", *argv]
     if argv and is_local:

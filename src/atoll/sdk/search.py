@@ -138,8 +138,11 @@ def _checked(field: str, rows: Any, *, is_text: bool = False) -> list[Settings]:
     checked = []
     for at, row in enumerate(rows if isinstance(rows, list) else [rows]):
         where = f"{field}: row {at + 1}"
-        if not isinstance(row, dict) or None in row or None in row.values():
-            raise ValidationError(where, row, "expected names and values")
+        if is_text and (None in row or None in row.values()):
+            values = [value for value in row.values() if value is not None]
+            raise ValidationError(where, values, "expected as many values as the header has names")
+        if not isinstance(row, dict):
+            raise ValidationError(where, row, "expected a JSON object of names and values")
         settings = {name: parse_value(value) if is_text else value for name, value in row.items()}
         check_settings(where, settings)
         checked.append(settings)

@@ -70,6 +70,13 @@ def test_one_training_has_the_settings_that_it_was_asked_for() -> None:
     assert experiment([swept])[0].split()[5:] == ["LR"]
 
 
+def test_letters_that_are_two_columns_wide_keep_the_columns_in_line() -> None:
+    lines = output.table(
+        ("A", "B"), [("日本", "x"), ("e\u0301te", "x"), ("four", "x")]
+    ).splitlines()
+    assert lines == ["A     B", "日本  x", "e\u0301te   x", "four  x"]
+
+
 def test_no_column_takes_the_place_of_another() -> None:
     """Programs have a --name, and report the learning rate that they were given."""
     one = training("t", settings={"lr": 0.5, "LR": 3, "name": "exp"})

@@ -84,6 +84,11 @@ def test_a_file_that_has_no_settings_is_refused_by_name(path: str, text: str) ->
         parse_file(path, text)
 
 
+def test_a_row_without_all_values_is_refused_with_those_it_has() -> None:
+    with pytest.raises(ValidationError, match=r"row 2: \['3'\] is not valid: expected as many"):
+        parse_file("a.csv", "lr,opt\n1,2\n3\n")
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "rendered"),
     [
