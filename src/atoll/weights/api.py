@@ -228,6 +228,9 @@ class Publisher:
         if processes is None:
             self._driver.store.require_conditional_writes("probe")
             self._driver.run(self._machine.open())
+            base = self._machine.base
+            if isinstance(base, Tensors) and base.extra != self._extra:
+                self._machine.base = None  # a delta has no files: the first version is full
             return
         self._owners = Owners(processes.rank, processes.size)
         machine = self._machine if self._is_leader else None

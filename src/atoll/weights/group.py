@@ -60,7 +60,7 @@ class Owners:
             if name not in self._owners:
                 owner = self._loads.index(min(self._loads))
                 self._owners[name] = owner
-                self._loads[owner] += tensor.nbytes
+                self._loads[owner] += getattr(tensor, "nbytes", 0)  # what is none is refused later
             if self._owners[name] == self._rank:
                 yield name, tensor
 

@@ -524,5 +524,4 @@ class TensorsSource:
         return Tensors(tensors, self.extra, self.run)
 
     def delta(self, base: Tensors) -> TensorsDelta:
-        base.extra = dict(self.extra)
         return TensorsDelta(base, self.tensors, self.run)

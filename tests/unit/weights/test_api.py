@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from atoll.core.errors import Permanent, StoreDenied, ValidationError
 from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, Version, api
+from atoll.weights.group import Owners
 from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
 from atoll.weights.state import Tensors, TensorsChange, Threads, load_files
 from tests.support.stores import FaultyStore
@@ -518,6 +519,22 @@ def test_large_models_have_several_files_and_an_index(
     assert len(set(index.values())) == 3
     for name, file in index.items():
         assert torch.equal(load_file(path / file)[name], weights(4)[name])
+
+
+def test_a_new_trainer_with_other_files_brings_them_to_those_who_follow(tmp_path: Path) -> None:
+    config, follower = tmp_path / "config.json", Follower(tmp_path / "a")
+    for step in range(3):
+        config.write_text(f'{{"step": {step // 2}}}')
+        version = Publisher(tmp_path / "a", files=[config]).publish(weights(step), step=step)
+        assert (version.bytes > 5000) == (step != 1)  # where the files are the same, a delta
+        assert follower.next() == version
+        assert_is(follower, step)
+        path = Path(follower.write(tmp_path / "out"))
+        assert (path / "config.json").read_text() == config.read_text()
+
+
+def test_what_is_no_tensor_is_refused_with_its_name_in_a_group_too() -> None:
+    assert [*Owners(0, 1).select([("x", None), ("y", "text")])] == [("x", None), ("y", "text")]
 
 
 def test_an_adapter_is_a_small_set_of_tensors(tmp_path: Path) -> None:
