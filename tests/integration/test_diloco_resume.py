@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,36 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValidationError, match="extras.*inner=True"):
             diloco.checkpoint(extras={"a": 1})
     assert ObjectStore.open(str(tmp_path)).list("run/inner") == []
+
+
+def test_a_state_of_the_optimiser_that_could_not_be_read_again_is_named(tmp_path: Path) -> None:
+    model = net()
+    inner = KINDS["adamw"](model.parameters())
+    with DiLoCo(model, inner, sync_every=5, uri=str(tmp_path), rank=0, world_size=1) as diloco:
+        train(model, inner, 1)
+        for value in (print, deque([1]), np.ones(2), [{"a": object()}]):
+            inner.state[model[0].weight]["odd"] = value
+            with pytest.raises(ValidationError, match=r"inner_optimizer.*AdamW\['state'\]\[0\]"):
+                diloco.checkpoint(inner=True)
+        assert ObjectStore.open(str(tmp_path)).list("run/inner") == []
+        del inner.state[model[0].weight]["odd"]
+
+
+def test_numbers_of_numpy_in_an_optimiser_are_kept(tmp_path: Path) -> None:
+    def train_a_round() -> Any:
+        model = net()
+        inner = KINDS["sgd"](model.parameters())
+        inner.param_groups[0]["lr"] = np.float64(0.01) * np.cos(1)  # as a schedule may compute it
+        inner.state["global"] = 5
+        with DiLoCo(model, inner, sync_every=2, uri=str(tmp_path), rank=0, world_size=1) as diloco:
+            diloco.checkpoint(inner=True)
+            train(model, inner, 2)
+        assert diloco.warnings == []
+        return diloco.restored_step, inner.param_groups[0]["lr"], inner.state["global"]
+
+    first, second = train_a_round(), train_a_round()
+    assert (first[0], second[0]) == (None, 2)
+    assert first[1:] == second[1:]
 
 
 def test_a_checkpoint_at_any_time_is_one_of_the_last_round(tmp_path: Path) -> None:

@@ -233,22 +233,44 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its state, of which this process keeps what it holds: `cut` says of what that is a part."""
-    state = optimizer.state_dict()
+    """Its state, of which this process keeps what it holds: `cut` says of what that is a part.
+
+    Raises ValidationError for a state that could not be read again.
+    """
+    state, kind = optimizer.state_dict(), type(optimizer).__name__
     cut: list[tuple[int, str]] = []
-    by_parameter: dict[int, dict[str, Any]] = {}
+    entries: dict[Any, Any] = {}  # by parameter, beside what an optimiser has under other keys
     for at, values in state["state"].items():
-        by_parameter[at] = {}
-        for name, value in values.items():
-            if hasattr(value, "to_local"):
-                cut.append((at, name))
-                value = value.to_local()
-            by_parameter[at][name] = value
-    return {
-        "kind": type(optimizer).__name__,
-        "state": {"state": by_parameter, "param_groups": state["param_groups"]},
-        "cut": cut,
-    }
+        if isinstance(at, int) and isinstance(values, dict):
+            values = dict(values)
+            for name, value in values.items():
+                if hasattr(value, "to_local"):
+                    cut.append((at, name))
+                    values[name] = value.to_local()
+        entries[at] = values
+    kept = {"state": entries, "param_groups": state["param_groups"]}
+    return {"kind": kind, "state": _plain(kept, kind), "cut": cut}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value in the types that a copy is read in: numbers of numpy are those of Python.
+
+    Raises ValidationError for what is of another type.
+    """
+    import torch
+
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    plain = torch.Tensor | torch.dtype | torch.device | str | bytes | int | float | complex | None
+    if isinstance(value, plain):
+        return value
+    expected = f"expected tensors, numbers, text, lists and dicts of them at {where}"
+    raise ValidationError("inner_optimizer", type(value).__name__, expected)
 
 
 def _misfit(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -265,6 +287,8 @@ def _misfit(state: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str:
             return f"its copy is of {groups} parameters in {len(groups)} groups"
         parameters, cut = _parameters(optimizer), {tuple(each) for each in part["cut"]}
         for at, values in part["state"]["state"].items():
+            if not (isinstance(at, int) and isinstance(values, dict)):
+                continue
             is_cut = hasattr(parameters[at], "to_local")
             for name in values:
                 if ((at, name) in cut) and not is_cut:
