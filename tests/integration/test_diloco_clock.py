@@ -366,6 +366,27 @@ def test_a_slow_replica_ends_where_the_others_have_ended(
         assert first == second
 
 
+def test_one_that_starts_again_when_the_others_are_done_makes_no_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where all call sync() behind the loop, as with fragments."""
+    monkeypatch.setenv("ATOLL_UID", "launch-of-two")
+    blobs = store()
+    how: dict[str, Any] = {"sync_every": 2, "fragments": 2, "grace_s": 0.1, "min_replicas": 1}
+
+    def run(rank: int) -> int:
+        each = Replica(blobs, rank, 2, **how)
+        with each.diloco:
+            for _ in each.diloco.until(rounds=3):
+                each.step()
+            each.diloco.sync()
+        return each.diloco.round
+
+    first = world(2, run)
+    assert first[0] == first[1]
+    assert run(1) == first[0]
+
+
 def test_replicas_that_end_with_the_same_round_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that was late for the last round: it takes that round when it ends."""
     monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "2")

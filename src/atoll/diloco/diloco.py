@@ -168,7 +168,6 @@ class DiLoCo:
         self._unsettled: Flight | None = None  # its call failed: its outcome is not known
         self._uploaded: Floats | None = None  # the model as it was uploaded, where `mix` is "keep"
         self._has_left = self._is_closed = False
-        self._is_overtaken = False  # the run reached its end without this replica
         self._lease: DataLease | None = None
         self._sampler: DataSampler | None = None
         self._clock = PeriodClock()
@@ -493,16 +492,18 @@ class DiLoCo:
         Behind the end all may call `sync()`: whoever is late for that goes by who is done.
         """
         state = self._state
-        is_over = state.round > before and self._goal.is_over(state, len(self.fragments))
-        if self._is_overtaken and not is_over:
-            is_over = any(end.chain == state.chain for end in self._rounds.find_ends())
-        if is_over:
-            if not self._is_overtaken:
-                log.warning("the run ended with round %d: later steps are in no round", self.round)
-            self._is_overtaken, self._step = True, 0
-            self._rounds.values.drop()
-            self._take_global()
-        return is_over
+        if state.is_current or not self._goal.is_over(state, len(self.fragments)):
+            return False
+        if state.round == before and all(
+            end.chain != state.chain for end in self._rounds.find_ends()
+        ):
+            return False
+        if self.steps > self._reported.steps:
+            log.warning("the run ended with round %d: later steps are in no round", self.round)
+        self._step = 0
+        self._rounds.values.drop()
+        self._take_global()
+        return True
 
     def _check_changes(self) -> None:
         """What changed since this was made is taken in, or refused by name."""
