@@ -480,8 +480,17 @@ class Follower:
         return str(target)
 
     def verify(self) -> None:
-        """Read the whole host copy again; raises Damaged if its memory has changed."""
-        self._copy().verify()
+        """Read the whole host copy again; raises Damaged if its memory has changed.
+
+        It is dropped then: `next` loads and returns the version again.
+        """
+        copy = self._copy()
+        try:
+            copy.verify()
+        except Damaged:
+            self._reader.copy = self._reader.record = None
+            self._returned = 0
+            raise
 
     def close(self) -> None:
         """Drop the lease."""

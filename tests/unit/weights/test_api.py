@@ -565,12 +565,19 @@ def test_a_module_that_does_not_fit_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_verify_sees_memory_that_has_changed(tmp_path: Path) -> None:
-    Publisher(tmp_path).publish(weights(0))
-    follower = Follower(tmp_path)
-    follower.next()
+    publisher, follower = Publisher(tmp_path), Follower(tmp_path)
+    for step in range(3):
+        version = publisher.publish(weights(step))
+        follower.next()
     follower.tensors()["embed"][3] = 9
     with pytest.raises(Damaged, match="embed"):
         follower.verify()
+    with pytest.raises(Damaged, match="next"):
+        follower.tensors()
+    assert follower.next() == version
+    assert_is(follower, 2)
+    follower.verify()
+    assert follower.next() is None
 
 
 @pytest.mark.parametrize(
