@@ -1,7 +1,7 @@
 """Publisher and Follower: the machine over a real store, with torch's tensors and folders.
 
 A request that fails for good ends the call with the client's error; what was open is settled by the
-next call. Both are used by one thread at a time.
+next call. Threads that call one at the same time take turns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -112,12 +113,17 @@ class StoreDriver:
         self.store = ObjectStore.open(uri)
         self.processes = processes
         self._is_without_lease = False
+        self._lock = threading.RLock()  # a signal handler may close what the same thread uses
 
     @property
     def poll_s(self) -> float:
         return FOLDER_POLL_S if self.store.is_folder else POLL_S
 
     def run(self, steps: Generator[Any, Any, R]) -> R:
+        with self._lock:
+            return self._run(steps)
+
+    def _run(self, steps: Generator[Any, Any, R]) -> R:
         answer: Any = None
         problem: Exception | None = None
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from atoll.weights import Damaged, Follower, Publisher, Superseded, Temporary, V
 from atoll.weights.group import Owners
 from atoll.weights.records import Claim, VersionRecord, log_key, looks_like_claim, seal
 from atoll.weights.state import Tensors, TensorsChange, Threads, load_files
-from tests.support.stores import FaultyStore
+from tests.support.stores import FaultyStore, run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +143,26 @@ def test_each_tensor_of_an_iterator_may_lie_in_the_same_memory(tmp_path: Path) -
         assert follower.next()
         found = follower.tensors()
         assert all(torch.equal(found[name], each) for name, each in tensors.items())
+
+
+def test_publishes_of_several_threads_come_one_after_the_other(tmp_path: Path) -> None:
+    publisher, versions = Publisher(tmp_path, full_every=5), list[Version]()
+    both = threading.Barrier(2, timeout=30)
+
+    def publish(first: int) -> None:
+        for step in range(first, first + 10):
+            both.wait()
+            versions.append(publisher.publish(weights(step), step=step))
+
+    run_threads(lambda: publish(0), lambda: publish(10))
+    assert sorted(each.number for each in versions) == [*range(2, 22)]
+    follower = Follower(tmp_path)
+    for version in sorted(versions, key=lambda each: each.number):
+        if follower.next(number=version.number):
+            assert version.step is not None
+            assert_is(follower, version.step)
+    assert follower.version
+    assert follower.version.number == 21
 
 
 def test_the_newer_trainer_wins_and_goes_on_with_a_delta(tmp_path: Path) -> None:
