@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo
 from atoll.weights import Follower, Publisher, ReplicaPublisher, Superseded
 
@@ -193,3 +194,22 @@ def test_one_replica_alone_goes_on_with_a_delta_and_is_fenced_by_another_publish
     assert first[0].changed == 0
     assert second[0].changed > 0
     assert [each.step for each in (*first, *second)] == [3, 6, 9, 12, 15]
+
+
+def test_what_cannot_publish_is_refused_by_name(tmp_path: Path) -> None:
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.3)
+    with (
+        DiLoCo(
+            model, inner, uri=str(tmp_path / "run"), sync_every=3, rank=0, world_size=1
+        ) as diloco,
+        Publisher(tmp_path / "other") as other,
+        ReplicaPublisher(tmp_path / "channel") as weights,
+    ):
+        with pytest.raises(ValidationError, match="ReplicaPublisher"):
+            diloco.publish(other)  # type: ignore[arg-type]
+        for bad in (-1, "5", None, float("nan")):
+            with pytest.raises(ValidationError, match="timeout"):
+                diloco.publish(weights, timeout=bad)  # type: ignore[arg-type]
+        train(model, inner, 0)
+        assert diloco.publish(weights)

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
-from atoll.core.errors import NotFound
+from atoll.core.checks import check_timeout
+from atoll.core.errors import NotFound, ValidationError
 from atoll.diloco.export import FullModel
 from atoll.diloco.group import Processes, from_leader, gather
 from atoll.diloco.round.driver import RoundDriver
@@ -50,6 +51,10 @@ def publish(
     rounds: RoundDriver | LocalRounds,
 ) -> V | None:
     """Publish the parameters of the model; all processes of the replica call it together."""
+    check_timeout(timeout)
+    if not hasattr(weights, "take"):
+        expected = "expected an atoll.weights.ReplicaPublisher"
+        raise ValidationError("weights", type(weights).__name__, expected)
     tensors = ((entry.name, complete.tensor(entry)) for entry in complete.parameters)
     taken: list[Any] = []
 
