@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from atoll.cli.options import json_option, name_argument, since_option
-from atoll.core.errors import Permanent, ValidationError
+from atoll.core.errors import ValidationError
 from atoll.diloco.codecs import CODECS
 
 if TYPE_CHECKING:
@@ -151,10 +151,8 @@ def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | No
 
     curves = curves_of(table, axis)
     if not curves:
-        raise Permanent(
-            f"{name} has reported no {escape_control(metric)!r}: "
-            f"'atoll metrics {name}' lists what it has"
-        )
+        expected = f"{name} has not reported it: 'atoll metrics {name}' lists what it has"
+        raise ValidationError("metric", metric, expected)
     title = f"{escape_control(metric)} of {name}"
     if path is not None:
         path.write_text(draw_svg(curves, title, axis))
