@@ -15,7 +15,7 @@ import pytest
 
 import atoll
 from atoll import BelowMinimumWorld, NotFound, UDTerminalState, WorldSize, WorldSizeOutOfBounds
-from atoll.core.errors import Conflict
+from atoll.core.errors import Conflict, ValidationError
 from atoll.sdk import effects
 from atoll.sdk.endpoint import Address
 from atoll.sdk.wire import AsyncPerformer
@@ -238,7 +238,8 @@ def test_logs_have_the_true_rank_and_stay_readable(client: atoll.Client) -> None
     assert [line.text for line in t.logs(rank=2, tail=1)] == ["rank 2 line 3"]
     assert {line.rank for line in t.stream_logs(ranks=[0, 2])} == {0, 2}
     assert len(list(t.logs(follow=True))) == 9
-    assert t.logs(rank=7) == []
+    with pytest.raises(ValidationError, match="logs has ranks 0 to 2"):
+        t.logs(rank=7)
 
 
 def test_a_log_line_is_what_the_rank_ended_with_a_newline(client: atoll.Client) -> None:
