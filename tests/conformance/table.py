@@ -51,6 +51,7 @@ GOOD = end(0, reason="Completed", signal=None)
 STOPPED = end(143, reason="Stopped", signal="SIGTERM")
 KILLED = end(137, reason="Stopped", signal="SIGKILL")
 LOST = end(None, 137, reason="SupervisorLost HostLost Vanished")
+UNRECORDED = end(None, 137, reason="SupervisorLost HostLost Vanished Deleted")
 
 # Where the controller may be killed: before and after each call that it makes.
 STEPS = [
@@ -123,7 +124,8 @@ ROWS = (
     ),
     # What the backend lists is ended, though nothing is left that says so.
     Row(
-        "records lost", "failed", LOST, LOST, None, "none", False, reason="ExecutorLost",
+        "records lost", "failed", UNRECORDED, UNRECORDED, None, "none", False,
+        reason="ExecutorLost",
     ),
     Row("attempt started twice", "succeeded", GOOD, GOOD, None, "none", False, end="after"),
     Row("exit while the controller is down", "failed", end(9, reason="Error"), STOPPED, detail=9),

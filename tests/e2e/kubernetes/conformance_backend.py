@@ -28,7 +28,6 @@ CANNOT = {
     "preempted and requeued": "the row 'preempted' is this one: a Job always replaces evicted pods",
     "step daemon killed": "containerd ends the container of a shim that was killed, and the "
     "kubelet tells that as any other end",
-    "records lost": "pods are their own records",
     "listing that fails halfway": "a list is one answer of the API server: whole, or an error",
     "attempt started twice": "an index has one pod at a time: the Job controller waits for the "
     "end of the one before, and the API server keeps names unique",
@@ -145,6 +144,8 @@ class KubernetesBackend:
                 wait_for("there is a Job", lambda: self._jobs(name))
                 self._manager.kill_manager()
                 self._manager.start_manager()
+            case "records lost":
+                self._lose_records(name)
             case "exit while the controller is down":
                 self._operator.kill()
                 self._tell(name, f"{row.at}.0", str(row.detail))
@@ -237,6 +238,20 @@ class KubernetesBackend:
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
         path = f"/api/v1/namespaces/{self._space.name}/pods/{pod}/eviction"
         self._space.kubectl("create", "--raw", path, "-f", "-", stdin=body)
+
+    def _lose_records(self, name: str) -> None:
+        """Job and pods are gone from the API server before any end was reported to it."""
+        self._operator.kill()
+        self._manager.kill_manager()
+        labels = f"-latoll.dev/training={name}"
+        self._space.kubectl("delete", "jobs", labels)
+        patch = '{"metadata":{"finalizers":null}}'
+        for pod in self._pods(name):
+            target = ("pod", pod["metadata"]["name"])
+            self._space.kubectl("patch", *target, "--type=merge", "-p", patch)
+        self._space.kubectl("delete", "pods", labels, "--force", "--grace-period=0")
+        self._manager.start_manager()
+        self._operator.start()
 
     def _cordon(self, verb: str) -> None:
         for node in self._space.site.nodes:
