@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP_FILE = "cgroup"  # in a training's directory: where the group of its newest supervisor is
@@ -147,26 +146,13 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed a process for memory; 0 where it does not say.
-
-    In the control group of this process, which is also that of its ranks: others on the machine may
-    run out of memory of their own. Of the whole machine where no group counts.
-    """
-    for path in (*_memory_counters(root), root / "proc/vmstat"):
-        with contextlib.suppress(OSError):
-            for line in path.read_text(encoding="ascii").splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+def oom_kills() -> int:
+    """How often the kernel has killed a process for memory since boot; 0 where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0
-
-
-def _memory_counters(root: Path) -> Iterator[Path]:
-    """Files that may count kills for memory, the closest first."""
-    if (own := _own_cgroup(root, "memory")) is not None:
-        yield own / "memory.oom_control"
-    if (own := _own_cgroup(root)) is not None:
-        yield from (folder / "memory.events" for folder in (own, *own.parents))
 
 
 def cgroup_for(directory: Path, supervisor: str, root: Path = Path("/")) -> str:
@@ -211,25 +197,15 @@ def _cgroup_of(directory: Path) -> Path:
     return folder
 
 
-def _own_cgroup(root: Path, controller: str = "") -> Path | None:
-    """The folder of the group that this process is in; with a controller, of cgroup v1."""
+def _own_cgroup(root: Path) -> Path | None:
+    """The folder of the group that this process is in."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    kind = "cgroup" if controller else "cgroup2"
-    tops = [
-        before.split()[3:5]
-        for before, _, after in (line.partition(f" - {kind} ") for line in mounts)
-        if after and (not controller or controller in after.split()[-1].split(","))
-    ]
-    paths = [
-        path
-        for _, names, path in (line.split(":", 2) for line in groups if line)
-        if controller in names.split(",")
-    ]
+    tops = [line.split()[4] for line in mounts if " - cgroup2 " in line]
+    paths = [line[3:] for line in groups if line.startswith("0::")]
     if not tops or not paths or "/.." in paths[0]:
         return None
-    shown, top = tops[0]  # a container is shown a part of the tree
-    return root / top.lstrip("/") / paths[0].removeprefix(shown).lstrip("/")
+    return root / tops[0].lstrip("/") / paths[0].lstrip("/")

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.backends.local.processes import (
-    CGROUP_FILE,
-    cgroup_for,
-    cgroup_members,
-    oom_kills,
-    remove_cgroup,
-)
+from atoll.backends.local.processes import CGROUP_FILE, cgroup_for, cgroup_members, remove_cgroup
 
 MOUNT = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw"
 
@@ -35,50 +29,6 @@ def test_group_is_below_the_own_one(tmp_path: Path) -> None:
 )
 def test_there_is_none_where_none_may_be_made(tmp_path: Path, odd: dict[str, str]) -> None:
     assert cgroup_for(Path("/state/ranks/abc"), "7.8.", machine(tmp_path, **odd)) == ""
-
-
-def counting(root: Path, **counts: int) -> None:
-    """Files that count kills for memory, by their places on the machine."""
-    for name, count in counts.items():
-        path = root / PLACES[name]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"low 0\noom_kill_disable 0\noom_kill {count}\n")
-
-
-PLACES = {
-    "machine": "proc/vmstat",
-    "group": "sys/fs/cgroup/unified/user/me/memory.events",
-    "parent": "sys/fs/cgroup/unified/user/memory.events",
-    "first": "sys/fs/cgroup/memory/memory.oom_control",
-    "below": "sys/fs/cgroup/memory/user/memory.oom_control",
-}
-FIRST = "42 31 0:39 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
-
-
-def test_what_others_on_the_machine_lost_for_memory_is_not_counted(tmp_path: Path) -> None:
-    counting(machine(tmp_path), machine=7)
-    assert oom_kills(tmp_path) == 7  # where no group counts
-    counting(tmp_path, parent=3)
-    assert oom_kills(tmp_path) == 3  # of the next group that does
-    counting(tmp_path, group=1)
-    assert oom_kills(tmp_path) == 1
-
-
-@pytest.mark.parametrize(
-    ("mount", "count"),
-    [(FIRST, 2), (FIRST.replace(" / ", " /user ", 1), 5), (FIRST.replace(",memory", ",cpu"), 7)],
-    ids=["host", "container", "another controller"],
-)
-def test_kills_for_memory_are_counted_in_a_group_of_cgroup_v1(
-    tmp_path: Path, mount: str, count: int
-) -> None:
-    machine(tmp_path, mount=mount, group="4:memory:/user")
-    counting(tmp_path, machine=7, first=5, below=2)
-    assert oom_kills(tmp_path) == count
-
-
-def test_a_machine_that_does_not_count_kills_for_memory_has_none(tmp_path: Path) -> None:
-    assert oom_kills(machine(tmp_path)) == 0
 
 
 def test_only_a_group_of_that_very_gang_is_believed(tmp_path: Path) -> None:
