@@ -94,6 +94,11 @@ def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             raise ValidationError(
                 f"model.{name}", "without a shape", "expected the model to have seen a batch before"
             )
+        if value.dtype.itemsize < 2:
+            expected = "expected 16 bits or more: train it in another type, or freeze it"
+            raise ValidationError(f"model.{name}", value.dtype, expected)
+        if value.layout != torch.strided:
+            raise ValidationError(f"model.{name}", value.layout, "expected a dense parameter")
         if value.is_meta:
             raise ValidationError(f"model.{name}", "on the meta device", "expected it with values")
         named[name] = value
