@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from obstore.store import MemoryStore
 from tests.support.stores import FaultyStore, run_threads
 
+from atoll import ObjectStoreAllReduce
 from atoll.core.errors import BelowMinimumWorld, Temporary, ValidationError
 from atoll.diloco import DiLoCo
 from atoll.objectstore import ObjectStore
@@ -49,6 +50,19 @@ def test_counting_may_begin_late_and_a_round_without_a_count_weighs_next_to_noth
         train(model, inner, 5)
         weights = [report.weight for report in loop.reports]
     assert weights == [5, 2, pytest.approx(0, abs=1e-9), 4]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.zeros(2).to(torch.float8_e4m3fn), torch.ones(2).to_sparse()],
+    ids=["fp8", "sparse"],
+)
+def test_a_parameter_that_cannot_be_added_up_is_named(odd: torch.Tensor) -> None:
+    model = net()
+    model.odd = torch.nn.Parameter(odd)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValidationError, match=r"model\.odd.*expected"):
+        DiLoCo(model, inner, sync_every=1)
 
 
 def test_a_model_with_complex_parameters_is_refused_and_left_alone() -> None:
@@ -296,3 +310,27 @@ def test_a_round_below_the_minimum_goes_on_when_others_come() -> None:
             run_threads(one.loop.sync, other.loop.sync)
             assert one.values == other.values
             assert one.loop.agreed_steps == 2
+
+
+def start_loop() -> None:
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    DiLoCo(model, inner, sync_every=5, timeout=0.5, uri="s3://bucket/p", rank=0, world_size=2)
+
+
+def start_all_reduce() -> None:
+    ObjectStoreAllReduce("s3://bucket/p", 0, 2, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("start", [start_loop, start_all_reduce])
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[], None]
+) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",  # nobody listens there
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Temporary, match=r"no answer for 0\.5 s"):
+        start()

@@ -31,6 +31,7 @@ from atoll.diloco.round.objects import DONE, FAILED, LEFT, MAX_RANK, MAX_ROUND, 
 from atoll.diloco.round.pace import Pace
 from atoll.diloco.round.reduce import Fragment, ReplicaValues
 from atoll.objectstore import ObjectStore, Traffic
+from atoll.objectstore.client import PATIENCE_S
 
 THREADS = 8  # requests in flight: enough to fill a link of some Gbit/s
 OUTER = "mean"  # the outer rule of a plain all-reduce: the result is the mean
@@ -186,7 +187,7 @@ class ObjectStoreAllReduce:
         self.keep_rounds = _read_int("keep_rounds", keep_rounds, 1, MAX_ROUND)
         self._first_round = None if round_id is None else _read_int("round_id", round_id, 0, 10**8)
         self.start = read_start(self.world_size, min_replicas, grace_s)
-        self.store = ObjectStore.open(uri)
+        self.store = ObjectStore.open(uri, patience_s=min(PATIENCE_S, timeout_s))
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
         self.last_round: AllReduceReport | None = None
         self._streams: dict[str, _Stream] = {}

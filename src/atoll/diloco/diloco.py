@@ -43,6 +43,7 @@ from atoll.diloco.run_lock import lock_run
 from atoll.diloco.setup import RunSetup, check_limits
 from atoll.diloco.times import PeriodClock
 from atoll.objectstore import ObjectStore
+from atoll.objectstore.client import PATIENCE_S
 
 if TYPE_CHECKING:
     import torch
@@ -153,11 +154,11 @@ class DiLoCo:
         self.fragments = split(self._model.shapes, settings.fragments)
         self._model.check_equal()
         self._is_checked = False
-        self._settings, self._mix = settings, settings.mix
+        self._settings, self._mix, self._checkpoint_every = settings, settings.mix, checkpoint_every
         self._is_retained = settings.is_retained and settings.overlap_steps > 0
-        self._timeout, self._checkpoint_every = timeout, checkpoint_every
         self._start = read_start(self.config.world_size, min_replicas, grace_s)
-        self._store = None if self.config.uri is None else ObjectStore.open(self.config.uri)
+        uri, patience_s = self.config.uri, min(PATIENCE_S, timeout)
+        self._store = None if uri is None else ObjectStore.open(uri, patience_s=patience_s)
         self._lock = lock_run(self._store, self._run, self.config.rank, group)
         self.steps = self._step = 0  # of this process, and of the period
         self._counted = 0.0
@@ -193,8 +194,7 @@ class DiLoCo:
         self._plan = self._setup.plan_periods(settings, self._state)
         self._own = None
         if self._store is not None:
-            where = (self._store, self._run, self.config.rank)
-            self._own = OwnState(*where, group, self._optimizers)
+            self._own = OwnState(self._store, self._run, self.config.rank, group, self._optimizers)
         is_group_chosen = process_group is not None or device_mesh is not None
         self._checks = Checks(model, self._optimizers, group, is_group_chosen=is_group_chosen)
         if self._own is not None and self.round:

@@ -58,6 +58,9 @@ PART_BYTES = 32 << 20
 PARTS_IN_FLIGHT = 4
 MAX_CREATE_BYTES = 5 << 30  # S3's limit for one request; a create cannot be cut into parts
 CHUNK_BYTES = 1 << 20  # of an answer that is read as it comes
+# A store that is restarted, or fails over, is back within a minute. A caller with a shorter limit
+# of time waits no longer than that.
+PATIENCE_S = 60.0
 # Without any key a client asks its machine for one: it has so long, in place of `patience_s`.
 KEYLESS_PATIENCE_S = 5.0
 
@@ -88,7 +91,7 @@ class ObjectStore:
         client: Any,
         uri: str,
         *,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
         upload_client: Callable[[float], Any] | None = None,
     ) -> None:
         """Use `open`. `upload_client(seconds)`: the client whose uploads may take so long."""
@@ -105,7 +108,7 @@ class ObjectStore:
         self._lock = Lock()
 
     @classmethod
-    def open(cls, uri: str | os.PathLike[str] | Self, *, patience_s: float = 60.0) -> Self:
+    def open(cls, uri: str | os.PathLike[str] | Self, *, patience_s: float = PATIENCE_S) -> Self:
         """The store at `uri`, a plain path or file:// memory:// s3:// gs:// az://, or that store.
 
         memory:// is shared by everyone in this process who names the same URI. `patience_s`: how
