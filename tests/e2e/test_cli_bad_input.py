@@ -60,6 +60,7 @@ BAD = [
         "-1 is not valid: expected a whole number from 0 to 1024",
     ),
     (("run", "-C", "/none", "--", "true"), "--workdir: '/none' is not valid: expected a directory"),
+    (("sweep", "--set", "a=1", "-C", "/none", "true"), "expected a directory: there is none"),
     (("run", "-e", "1X=2", "--", "true"), "--env: '1X' is not valid"),
     (("run", "--pip", " ", "--", "true"), "--pip[0]: ' ' is not valid: expected a package"),
     (("limits", "--cpu", "many"), "--cpu: 'many' is not valid: expected a quantity"),

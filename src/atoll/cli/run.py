@@ -588,11 +588,19 @@ def _preview(launch: Launch) -> str:
     return preview
 
 
+def check_folder(options: Mapping[str, Any]) -> None:
+    """Raises ValidationError for a directory that ranks on this machine cannot start in."""
+    folder = options.get("working_dir")
+    if folder and is_local_executor(options.get("executor")) and not os.path.isdir(folder):
+        raise ValidationError("--workdir", folder, "expected a directory: there is none")
+
+
 def _begin(launch: Launch) -> None:
     """Start the control plane while the rest is loaded, unless the training is refused."""
     from atoll.sdk.config import resolve_spec
     from atoll.sdk.endpoint import begin, is_local_executor, local_fields
 
+    check_folder(launch.options)
     spec = resolve_spec(launch.name, launch.options)
     if is_local_executor(spec.executor) and not os.environ.get("ATOLL_URL"):
         local_fields(spec)
@@ -641,9 +649,6 @@ def program(
     argv = list(command)
     is_local = is_local_executor(options.get("executor"))
     python = (sys.executable or "python3") if is_local else "python"
-    folder = options.get("working_dir")
-    if is_local and folder and not os.path.isdir(folder):
-        raise ValidationError("--workdir", folder, "expected a directory: there is none")
     if is_module:
         return [python, "-m", *argv]
     if argv and is_local:

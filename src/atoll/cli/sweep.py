@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from atoll.cli.options import HeadedCommand, HeadedOption
-from atoll.cli.run import FLAGS, Launch, open_client, read_launch, run_parameters, stem_of
+from atoll.cli.run import (
+    FLAGS,
+    Launch,
+    check_folder,
+    open_client,
+    read_launch,
+    run_parameters,
+    stem_of,
+)
 from atoll.core.describe import describe_end
 from atoll.core.errors import ValidationError
 from atoll.core.phase import Phase
@@ -204,6 +212,7 @@ def _run(
             },
         )
 
+    check_folder(launch.options)
     resolve(jobs[0])  # refuses bad options before anything is sent
     client = open_client()
     view = View(client, group, rules, is_json=is_json)
