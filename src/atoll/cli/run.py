@@ -591,7 +591,8 @@ def _preview(launch: Launch) -> str:
 def check_folder(options: Mapping[str, Any]) -> None:
     """Raises ValidationError for a directory that ranks on this machine cannot start in."""
     folder = options.get("working_dir")
-    if folder and is_local_executor(options.get("executor")) and not os.path.isdir(folder):
+    is_here = is_local_executor(options.get("executor")) and not os.environ.get("ATOLL_URL")
+    if folder and is_here and not os.path.isdir(folder):
         raise ValidationError("--workdir", folder, "expected a directory: there is none")
 
 
