@@ -135,7 +135,9 @@ def _parameters(op: Operation) -> list[dict[str, Any]]:
 
 
 def _optional(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a query option, which may be left out but is never null."""
+    """The schema of a query option, which may be left out but is never null. `?watch` is true."""
+    if schema.get("type") == "boolean":
+        return {"anyOf": [schema, {"type": "string", "const": ""}]}
     if "anyOf" not in schema:
         return schema
     choices = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
