@@ -105,6 +105,8 @@ def test_stacks_and_signals_reach_sandboxes_and_a_kill_leaves_its_stack(
     )
     assert made.returncode == 0, made.stderr
     until(lambda: lone_atoll("logs", "hung").stdout.count("up") == 2)
+    # Output may be there before the control plane has observed the rank, and asks it.
+    assert lone_atoll("wait", "hung", "--for", "target").returncode == 0
     assert "2 ranks (0-1) in hung.py:6 in hang" in lone_atoll("stacks", "hung").stdout
     assert "modal container exec" in lone_atoll("exec", "hung", "--", "true").stderr
     assert "sent SIGUSR1 to rank 1" in lone_atoll("kill", "hung", "1", "-s", "USR1").stdout
