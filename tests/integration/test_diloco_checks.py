@@ -210,7 +210,7 @@ def test_steps_after_the_last_whole_round_are_told_of_or_synchronised() -> None:
                 diloco.sync()
         return diloco
 
-    assert "3 steps after round 1 not synchronised" in body(sync=False).warnings[0]
+    assert "steps after round 1 are not synchronised (3)" in body(sync=False).warnings[0]
     synced = body(sync=True)
     assert synced.warnings == []
     assert (synced.round, synced.reports[-1].weight) == (2, 3)

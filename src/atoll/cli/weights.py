@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NOTE_S = 3.0  # without a version: long enough for one that is there to be found
 FOREVER_S = 3600.0  # until the next call, which waits again
-GRACE_S = 5.0  # until a command that is told to end is killed
+GRACE_S = 5.0  # from SIGTERM for a command to SIGKILL
 RETRY_S = 10.0  # until a folder is tried again: its disk may have room by then
 
 

@@ -265,8 +265,8 @@ class DiLoCo:
         steps, self._step = self._step, 0
         if steps:
             self._checks.warn(
-                f"{'1 step' if steps == 1 else f'{steps} steps'} after round {self.round} not "
-                "synchronised: only this process has them. Train whole rounds, or end with sync()"
+                f"steps after round {self.round} are not synchronised ({steps}): only this process "
+                "has them. Train whole rounds, or end with sync()"
             )
         ends = self._rounds.finish()
         before, self._state = self._state.round, self._rounds.state

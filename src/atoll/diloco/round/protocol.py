@@ -68,7 +68,7 @@ class RoundMachine:
     ) -> None:
         self.config, self.memory, self.pace = config, memory, pace
         self.is_leaving = False
-        self.is_over: Callable[[fx.RunState], bool] = lambda _state: False  # with that state
+        self.is_over: Callable[[fx.RunState], bool] = lambda _state: False  # no round follows it
         self.round = 0
         self.chain = objects.ZERO
         self.ledger = ledger
